@@ -1,0 +1,122 @@
+"""Plan: what will happen. Everything is decided: no optional field, no "auto". Workers read this and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from muletrain.spec.ledger import Ledger
+from muletrain.spec.model_shape import ModelShape
+from muletrain.spec.recipe import ComputeDtype, OptimizerSection, ScheduleSection, StrategyName
+from muletrain.spec.value import Value
+
+SCHEMA_VERSION = 1
+
+
+class ModelPlan(Value):
+    """The model to build."""
+
+    source: str
+    """A resolved Hugging Face folder, a hub name, or a catalogue name."""
+    config: dict[str, Any]
+    """The Hugging Face config fields (model_type included), overrides applied. Empty: read it from `source` (hub names)."""
+    weights: Literal["pretrained", "random"]
+    shape: ModelShape
+
+
+class DataPlan(Value):
+    """The data to read and how rows are made of it."""
+
+    source: tuple[str, ...]
+    tokenizer: str
+    text_key: str
+    sequence_length: int
+    packing: Literal["best_fit", "concat", "none"]
+    validation_fraction: float
+    bad_rows: Literal["skip", "stop"]
+    cache_dir: str
+    processes: int
+
+
+class TrainPlan(Value):
+    """The work."""
+
+    steps: int
+    """Updates to make; 0: as many as `epochs` gives."""
+    epochs: int
+    """Passes over the data after which to end; 0: no limit by epochs."""
+    micro_batch: int
+    """Sequences in a micro-batch."""
+    micro_batches: int
+    """Micro-batches in a full step, over all workers."""
+    clip_norm: float
+    """0: no clipping."""
+    seed: int
+    evaluate_every: int
+    evaluate_sequences: int
+    compile: bool
+    optimizer: OptimizerSection
+    schedule: ScheduleSection
+
+
+class PrecisionPlan(Value):
+    """Number formats."""
+
+    compute: ComputeDtype
+    initial_loss_scale: float
+    """fp16 only; 1 elsewhere."""
+
+
+class MemoryPlan(Value):
+    """Where memory lives."""
+
+    strategy: StrategyName
+    activations: Literal["keep", "recompute"]
+    loss_chunk: int
+    gpu_limit: int
+    """Bytes a worker may use on its card; 0: no cap."""
+    ledger: Ledger
+
+
+class ParallelPlan(Value):
+    """The workers."""
+
+    workers: int
+    device: Literal["cpu", "cuda"]
+
+
+class CheckpointPlan(Value):
+    """What is saved."""
+
+    every: int
+    keep: int
+    resume: Literal["auto", "never", "require"]
+    model_dtype: Literal["fp32", "bf16", "fp16"]
+
+
+class LogPlan(Value):
+    """What is shown."""
+
+    every: int
+    console: Literal["bar", "plain", "quiet"]
+
+
+class Plan(Value):
+    """The decided run."""
+
+    schema_version: int = SCHEMA_VERSION
+    run_dir: str
+    model: ModelPlan
+    data: DataPlan
+    train: TrainPlan
+    precision: PrecisionPlan
+    memory: MemoryPlan
+    parallel: ParallelPlan
+    checkpoint: CheckpointPlan
+    log: LogPlan
+    reasons: tuple[str, ...]
+    """One line for each decision the recipe left open, with its why."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Positions in a full step, over all workers."""
+        return self.train.micro_batches * self.train.micro_batch * self.data.sequence_length

@@ -1,0 +1,180 @@
+"""RunConfig: what the user asks for. Only here may a field say "auto" or be absent; the planner turns it into a Plan.
+
+Every leaf changes the Plan or the run (held by a test), so a key that nothing reads yet is not here: the config room names
+the keys that the design keeps for later and says so when it meets one.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from muletrain.spec.units import Bytes, Count, Length, Real, parse_count, parse_flag
+from muletrain.spec.value import Value
+
+
+def _as_tuple(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+def _auto_or_count(value: Any) -> Any:
+    return "auto" if str(value).strip().lower() == "auto" else parse_count(value)
+
+
+def _auto_or_flag(value: Any) -> Any:
+    return "auto" if str(value).strip().lower() == "auto" else parse_flag(value)
+
+
+Sources = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+AutoCount = Annotated[int | Literal["auto"], BeforeValidator(_auto_or_count)]
+AutoFlag = Annotated[bool | Literal["auto"], BeforeValidator(_auto_or_flag)]
+StrategyName = Literal["resident", "zero1", "zero2", "zero3", "streamed"]
+ComputeDtype = Literal["fp32", "bf16", "fp16", "fp64"]
+
+
+class ModelSection(Value):
+    """What is trained."""
+
+    source: str
+    """A catalogue name (deepseek-llm-7b), a Hugging Face folder, or a hub name."""
+    weights: Literal["auto", "pretrained", "random"] = "auto"
+    """auto: pretrained where the source has weights, random for a catalogue shape."""
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    """Fields of the Hugging Face config to change, e.g. {num_hidden_layers: 4}. An unknown field is an error."""
+
+
+class DataSection(Value):
+    """What it is trained on."""
+
+    source: Sources
+    """Text files, folders, globs, JSONL files, or a folder that `mule data prepare` wrote. One or a list."""
+    tokenizer: str = "auto"
+    """A folder, a tokenizer.json or a hub name. auto: the model's own."""
+    text_key: str = "text"
+    """The field of a JSON row that holds the text."""
+    sequence_length: Length = Field(2048, ge=2)
+    """Tokens in a packed row; 4k is 4,096."""
+    packing: Literal["best_fit", "concat", "none"] = "best_fit"
+    """best_fit: whole documents share a row; concat: rows are cut from one stream; none: a document a row, padded."""
+    validation_fraction: Real = Field(0.01, ge=0.0, le=0.5)
+    """Share of documents held out, chosen by a hash of their content, so it never depends on order or worker count."""
+    bad_rows: Literal["skip", "stop"] = "skip"
+    """What to do with a row that cannot be read: skip and count it, or stop. Either way all are listed by file:line."""
+    cache_dir: str = "auto"
+    """Where tokenized data is kept. auto: $MULETRAIN_CACHE or ~/.cache/muletrain."""
+    processes: AutoCount = "auto"
+    """Tokenizing processes. auto: one a core."""
+
+
+class OptimizerSection(Value):
+    """AdamW with decoupled weight decay; norms, biases and embeddings of one dimension are never decayed."""
+
+    learning_rate: Real = Field(3e-4, ge=0.0)
+    beta1: Real = Field(0.9, ge=0.0, lt=1.0)
+    beta2: Real = Field(0.95, ge=0.0, lt=1.0)
+    epsilon: Real = Field(1e-8, gt=0.0)
+    weight_decay: Real = Field(0.1, ge=0.0)
+
+
+class ScheduleSection(Value):
+    """The learning rate as a function of applied updates (never of workers or micro-batches)."""
+
+    kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    warmup_steps: Count = 0
+    final_ratio: Real = Field(0.1, ge=0.0, le=1.0)
+    """The last learning rate over the peak one."""
+    decay_fraction: Real = Field(0.2, gt=0.0, le=1.0)
+    """wsd only: the share of steps over which the rate decays at the end."""
+
+
+class TrainSection(Value):
+    """How long and how."""
+
+    steps: Count | None = None
+    """Optimizer updates. With `epochs` also given, whichever ends first."""
+    epochs: Count | None = None
+    tokens_per_step: Count = 65_536
+    """Positions in one update over all workers: sequences x sequence_length. The same for any number of workers.
+    Rounded to whole micro-batches where that moves it by less than 5 %; refused otherwise, naming what would work."""
+    micro_batch: Count = Field(1, ge=1)
+    """Sequences in one forward pass. Micro-batches are fixed here and dealt whole to the workers."""
+    clip_norm: Real = Field(1.0, ge=0.0)
+    """Global gradient norm limit; 0 turns clipping off."""
+    seed: Count = 0
+    evaluate_every: Count = 0
+    """Steps between evaluations on the held-out documents; 0: only at the end."""
+    evaluate_sequences: Count = Field(64, ge=1)
+    """Held-out sequences used by one evaluation (all, if there are fewer)."""
+    compile: AutoFlag = "auto"
+    """torch.compile of each block. auto: on GPUs only."""
+    optimizer: OptimizerSection = OptimizerSection()  # type: ignore[call-arg]
+    schedule: ScheduleSection = ScheduleSection()  # type: ignore[call-arg]
+
+
+class PrecisionSection(Value):
+    """Number formats. The master copy of the weights and the optimizer state are fp32 (fp64 with compute: fp64)."""
+
+    compute: ComputeDtype = "bf16"
+    """fp64 is for checking results on a CPU."""
+    initial_loss_scale: Real = Field(65536.0, gt=0.0)
+    """fp16 only: where the dynamic loss scale starts, in units of the mean loss."""
+
+
+class MemorySection(Value):
+    """Where memory lives and how much may be used."""
+
+    strategy: Literal["auto"] | StrategyName = "auto"
+    activations: Literal["auto", "keep", "recompute"] = "auto"
+    """What a block keeps for backward. auto: keep if it fits."""
+    gpu_limit: Bytes | None = None
+    """Bytes of card memory this run may use. Absent: what the card has."""
+    host_limit: Bytes | None = None
+    """Bytes of host memory this run may use. Absent: what the machine has."""
+    loss_chunk: Count = Field(1024, ge=1)
+    """Tokens whose logits are held at once (fewer: less memory)."""
+
+
+class ParallelSection(Value):
+    """How many workers, and on what."""
+
+    workers: AutoCount = "auto"
+    """auto: one a GPU, or one on a CPU."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: GPUs if there are any."""
+
+
+class CheckpointSection(Value):
+    """What is saved, when, and what a start does with it."""
+
+    every: Count = 0
+    """Steps between checkpoints; 0: only at the end (and on a signal)."""
+    keep: Count = Field(2, ge=1)
+    """Complete checkpoints to keep; older ones go only after a newer one is verified."""
+    resume: Literal["auto", "never", "require"] = "auto"
+    """auto: continue from the newest complete checkpoint in run_dir if there is one. never: refuse a used run_dir."""
+    model_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Number format of the saved Hugging Face weights. auto: precision.compute (fp32 for fp64)."""
+
+
+class LogSection(Value):
+    """What is shown and written. events.jsonl is always written."""
+
+    every: Count = Field(1, ge=1)
+    """Steps between step events."""
+    console: Literal["auto", "bar", "plain", "quiet"] = "auto"
+    """auto: a progress bar on a terminal, plain lines elsewhere."""
+
+
+class RunConfig(Value):
+    """A whole request. `run_dir` is the run's folder: request, plan, events, record, checkpoints."""
+
+    run_dir: str
+    model: ModelSection
+    data: DataSection
+    train: TrainSection = TrainSection()  # type: ignore[call-arg]
+    precision: PrecisionSection = PrecisionSection()  # type: ignore[call-arg]
+    memory: MemorySection = MemorySection()  # type: ignore[call-arg]
+    parallel: ParallelSection = ParallelSection()
+    checkpoint: CheckpointSection = CheckpointSection()  # type: ignore[call-arg]
+    log: LogSection = LogSection()  # type: ignore[call-arg]
