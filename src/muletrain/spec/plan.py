@@ -74,6 +74,8 @@ class MemoryPlan(Value):
     loss_chunk: int
     gpu_limit: int
     """Bytes a worker may use on its card; 0: no cap."""
+    host_limit: int = 0
+    """Bytes of host memory that the plan was held to; 0: what the machine has."""
     ledger: Ledger
 
 

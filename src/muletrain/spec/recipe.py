@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from muletrain.spec.units import Bytes, Count, Length, Real, parse_count, parse_flag
+from muletrain.spec.units import Bytes, Count, Length, Positive, Real, parse_count, parse_flag
 from muletrain.spec.value import Value
 
 
@@ -19,14 +19,28 @@ def _as_tuple(value: Any) -> Any:
 
 
 def _auto_or_count(value: Any) -> Any:
-    return "auto" if str(value).strip().lower() == "auto" else parse_count(value)
+    if str(value).strip().lower() == "auto":
+        return "auto"
+    try:
+        count = parse_count(value)
+    except ValueError:
+        raise ValueError(f"{value!r} is neither auto nor a count; write it like auto or 4") from None
+    if count == 0:
+        raise ValueError("0 is too few; write at least 1, or auto")
+    return count
 
 
 def _auto_or_flag(value: Any) -> Any:
-    return "auto" if str(value).strip().lower() == "auto" else parse_flag(value)
+    if str(value).strip().lower() == "auto":
+        return "auto"
+    try:
+        return parse_flag(value)
+    except ValueError:
+        raise ValueError(f"{value!r} is neither auto, on nor off; write auto, true or false") from None
 
 
-Sources = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+Name = Annotated[str, Field(min_length=1)]
+Sources = Annotated[tuple[Name, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
 AutoCount = Annotated[int | Literal["auto"], BeforeValidator(_auto_or_count)]
 AutoFlag = Annotated[bool | Literal["auto"], BeforeValidator(_auto_or_flag)]
 StrategyName = Literal["resident", "zero1", "zero2", "zero3", "streamed"]
@@ -36,7 +50,7 @@ ComputeDtype = Literal["fp32", "bf16", "fp16", "fp64"]
 class ModelSection(Value):
     """What is trained."""
 
-    source: str
+    source: Name
     """A catalogue name (deepseek-llm-7b), a Hugging Face folder, or a hub name."""
     weights: Literal["auto", "pretrained", "random"] = "auto"
     """auto: pretrained where the source has weights, random for a catalogue shape."""
@@ -49,9 +63,9 @@ class DataSection(Value):
 
     source: Sources
     """Text files, folders, globs, JSONL files, or a folder that `mule data prepare` wrote. One or a list."""
-    tokenizer: str = "auto"
+    tokenizer: Name = "auto"
     """A folder, a tokenizer.json or a hub name. auto: the model's own."""
-    text_key: str = "text"
+    text_key: Name = "text"
     """The field of a JSON row that holds the text."""
     sequence_length: Length = Field(2048, ge=2)
     """Tokens in a packed row; 4k is 4,096."""
@@ -61,7 +75,7 @@ class DataSection(Value):
     """Share of documents held out, chosen by a hash of their content, so it never depends on order or worker count."""
     bad_rows: Literal["skip", "stop"] = "skip"
     """What to do with a row that cannot be read: skip and count it, or stop. Either way all are listed by file:line."""
-    cache_dir: str = "auto"
+    cache_dir: Name = "auto"
     """Where tokenized data is kept. auto: $MULETRAIN_CACHE or ~/.cache/muletrain."""
     processes: AutoCount = "auto"
     """Tokenizing processes. auto: one a core."""
@@ -71,17 +85,24 @@ class OptimizerSection(Value):
     """AdamW with decoupled weight decay; norms, biases and embeddings of one dimension are never decayed."""
 
     learning_rate: Real = Field(3e-4, ge=0.0)
+    """The peak rate; train.schedule shapes it over the run."""
     beta1: Real = Field(0.9, ge=0.0, lt=1.0)
+    """Decay of the mean of gradients."""
     beta2: Real = Field(0.95, ge=0.0, lt=1.0)
+    """Decay of the mean of squared gradients."""
     epsilon: Real = Field(1e-8, gt=0.0)
+    """Added to the root of the second moment."""
     weight_decay: Real = Field(0.1, ge=0.0)
+    """Share of a weight taken off at each update, times the learning rate; matrices only."""
 
 
 class ScheduleSection(Value):
     """The learning rate as a function of applied updates (never of workers or micro-batches)."""
 
     kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """constant; linear or cosine decay to the end; wsd: warm up, stay, decay at the end."""
     warmup_steps: Count = 0
+    """Updates over which the rate rises linearly from zero."""
     final_ratio: Real = Field(0.1, ge=0.0, le=1.0)
     """The last learning rate over the peak one."""
     decay_fraction: Real = Field(0.2, gt=0.0, le=1.0)
@@ -91,10 +112,11 @@ class ScheduleSection(Value):
 class TrainSection(Value):
     """How long and how."""
 
-    steps: Count | None = None
+    steps: Positive | None = None
     """Optimizer updates. With `epochs` also given, whichever ends first."""
-    epochs: Count | None = None
-    tokens_per_step: Count = 65_536
+    epochs: Positive | None = None
+    """Passes over the data."""
+    tokens_per_step: Positive = 65_536
     """Positions in one update over all workers: sequences x sequence_length. The same for any number of workers.
     Rounded to whole micro-batches where that moves it by less than 5 %; refused otherwise, naming what would work."""
     micro_batch: Count = Field(1, ge=1)
@@ -102,6 +124,7 @@ class TrainSection(Value):
     clip_norm: Real = Field(1.0, ge=0.0)
     """Global gradient norm limit; 0 turns clipping off."""
     seed: Count = 0
+    """Of the initial weights, the order of the data, dropout and rounding."""
     evaluate_every: Count = 0
     """Steps between evaluations on the held-out documents; 0: only at the end."""
     evaluate_sequences: Count = Field(64, ge=1)
@@ -125,6 +148,8 @@ class MemorySection(Value):
     """Where memory lives and how much may be used."""
 
     strategy: Literal["auto"] | StrategyName = "auto"
+    """resident: all on the card. zero1, zero2, zero3: optimizer, + gradients, + parameters sharded over the workers.
+    streamed: in host memory, a few blocks at a time on the card. auto: the least communication that fits."""
     activations: Literal["auto", "keep", "recompute"] = "auto"
     """What a block keeps for backward. auto: keep if it fits."""
     gpu_limit: Bytes | None = None
@@ -169,7 +194,7 @@ class LogSection(Value):
 class RunConfig(Value):
     """A whole request. `run_dir` is the run's folder: request, plan, events, record, checkpoints."""
 
-    run_dir: str
+    run_dir: Name
     model: ModelSection
     data: DataSection
     train: TrainSection = TrainSection()  # type: ignore[call-arg]

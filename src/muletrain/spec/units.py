@@ -7,10 +7,12 @@ is 65,536), 1,024 in a context length ("4k context" has meant 4,096 since there 
 
 from __future__ import annotations
 
+import math
 import re
+from decimal import Decimal
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 _COUNT = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _BYTES = {"": 1, "b": 1} | {
@@ -19,6 +21,7 @@ _BYTES = {"": 1, "b": 1} | {
     for s, base in (("b", 1000), ("ib", 1024), ("i", 1024))
 }
 _NUMBER = re.compile(r"\s*([+-]?\d[\d_]*(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_LARGEST = 2**63 - 1
 _TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0", ""}
 
 
@@ -26,8 +29,10 @@ def _scaled(text: str, units: dict[str, int], what: str, example: str) -> int:
     match = _NUMBER.fullmatch(text)
     if not match or match[2].lower() not in units:
         raise ValueError(f"{text!r} is not {what}; write it like {example}")
-    value = float(match[1].replace("_", "")) * units[match[2].lower()]
-    if value != int(value) or value < 0:
+    value = Decimal(match[1].replace("_", "")) * units[match[2].lower()]  # Decimal: 64-bit seeds and 0.1k stay exact
+    if value > _LARGEST:
+        raise ValueError(f"{text!r} is larger than a 64-bit number can be; write it like {example}")
+    if value < 0 or value != value.to_integral_value():
         raise ValueError(f"{text!r} is not a whole, non-negative number; write it like {example}")
     return int(value)
 
@@ -54,13 +59,16 @@ def parse_bytes(value: Any) -> int:
 
 
 def parse_float(value: Any) -> float:
-    """A real number, "1e-5" included; never a boolean."""
+    """A finite real number, "1e-5" included; never a boolean."""
     if isinstance(value, bool):
         raise ValueError(f"{value!r} is not a number; write it like 1e-5")
     try:
-        return float(str(value).replace("_", ""))
+        number = float(str(value).replace("_", ""))
     except ValueError:
         raise ValueError(f"{value!r} is not a number; write it like 1e-5") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{value!r} is not finite; write it like 1e-5")
+    return number
 
 
 def parse_flag(value: Any) -> bool:
@@ -101,8 +109,9 @@ def format_duration(seconds: float) -> str:
     return f"{whole // 86400}d {whole % 86400 // 3600}h"
 
 
-Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1)]
 Count = Annotated[int, BeforeValidator(parse_count)]
+Positive = Annotated[int, BeforeValidator(parse_count), Field(ge=1)]
 Length = Annotated[int, BeforeValidator(parse_length)]
 Real = Annotated[float, BeforeValidator(parse_float)]
 Flag = Annotated[bool, BeforeValidator(parse_flag)]
