@@ -65,7 +65,7 @@ def test_meter_counts_nested_waits_once_and_survives_an_error():
     meter = CommunicationMeter()
     with meter.wait(), meter.wait():
         time.sleep(0.02)
-    with pytest.raises(RuntimeError, match="peer"), meter.wait():
+    with pytest.raises(RuntimeError, match="peer"), meter.wait():  # noqa: PT012 - the sleep is what is timed
         time.sleep(0.02)
         raise RuntimeError("peer gone")
     assert 0.04 <= meter.take() < 0.4
