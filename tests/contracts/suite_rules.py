@@ -1,7 +1,7 @@
 """Rules on the tests themselves: each can fail, and each error a user can meet is looked at by one.
 
-A test that asserts nothing passes whatever the code does. An assertion may sit in a function of the same file or of another test
-file that the test names; the one in run_workers does not count, as it only says that the workers came back.
+A test that asserts nothing passes whatever the code does. An assertion may sit in a function of the same file, or of another
+test file, that the test names; the one in run_workers does not count, as it only says that the workers came back.
 An error message counts as tested when a piece of its fixed text stands in a string of a test. That is cheap and static; what it
 cannot see is a test that quotes a message and never provokes it, which is no mistake that anybody makes in good faith.
 """
@@ -65,7 +65,7 @@ def _asserts(function: Function, known: dict[str, Function], seen: set[str]) -> 
 
 
 def messages(files: list[SourceFile]) -> Iterator[tuple[str, list[str]]]:
-    """(path:line: message, pieces of fixed text) for each error that a user can meet and whose text stands where it is raised."""
+    """(file:line: message, pieces of fixed text) of each error for users whose text stands where it is raised."""
     for file in files:
         for node in ast.walk(file.tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ERRORS:
