@@ -1,0 +1,111 @@
+"""From a plan to a model: built on the meta device, so that no worker ever holds weights it does not own.
+
+A family is refused here, by name, where the rest of the engine would compute something else than Transformers does.
+"""
+
+from __future__ import annotations
+
+import inspect
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from muletrain.models import attention
+from muletrain.models.causal import CausalModel
+from muletrain.spec.errors import InputError
+from muletrain.spec.plan import ModelPlan
+
+
+def build_on_meta(model: ModelPlan, *, dtype: torch.dtype, loss_chunk: int) -> CausalModel:
+    """The plan's model with parameters of `dtype` on the meta device, our attention, training mode.
+
+    Raises InputError for an unknown family or field, and for a family that needs what our attention or loss cannot do.
+    """
+    config = load_config(model)
+    refuse_unsupported(config)
+    return CausalModel(build_hf(config, dtype), loss_chunk)
+
+
+def build_hf(config: Any, dtype: torch.dtype) -> nn.Module:
+    """The Transformers causal LM of a config on the meta device, in training mode, with our attention."""
+    attention.register()
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype, attn_implementation=attention.NAME)
+    if not hf._supports_attention_backend:
+        raise InputError(f"model.source: {config.model_type} computes attention in its own way, so packed documents would mix")
+    kept = [name for name, _ in hf.named_buffers() if name in hf.state_dict()]
+    if kept:
+        raise InputError(f"model.source: {config.model_type} keeps state in buffers ({kept[0]}), which is not trained here")
+    return hf.train()  # type: ignore[no-any-return]
+
+
+def load_config(model: ModelPlan) -> Any:
+    """The Hugging Face configuration of a plan. Raises InputError naming an unknown family or field."""
+    if not model.config:
+        return AutoConfig.from_pretrained(model.source)
+    fields = dict(model.config)
+    family = fields.pop("model_type", "")
+    try:
+        config = AutoConfig.for_model(family, **fields)
+    except ValueError as error:
+        raise InputError(f"model.source: {family!r} is no family that Transformers knows ({error})") from error
+    return config
+
+
+def refuse_unsupported(config: Any) -> None:
+    """Raises InputError, naming the family and all reasons, where attention or loss would differ from the model's own."""
+    reasons = []
+    window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None) or []
+    if "sliding_attention" in types or (window and not types and window < config.max_position_embeddings):
+        reasons.append(f"its attention has a sliding window of {window}")
+    if getattr(config, "attn_logit_softcapping", None):
+        reasons.append("its attention scores are soft-capped")
+    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
+        reasons.append("it has ALiBi position biases")
+    if config.model_type == "gpt_oss":
+        reasons.append("its attention has sinks")
+    if getattr(config, "is_encoder_decoder", False):
+        reasons.append("it is not decoder-only")
+    for field in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+        if getattr(config, field, None) not in (None, 1, 1.0):
+            reasons.append(f"its logits are changed after the head ({field})")
+    if reasons:
+        raise InputError(f"model.source: {config.model_type} cannot be trained here: {'; '.join(reasons)}")
+
+
+def materialize_buffers(model: nn.Module, device: torch.device | str) -> None:
+    """Fills the buffers that no weight file holds (rotary frequencies) with what construction gives, in fp32, on `device`.
+
+    Needed after `to_empty`, which leaves garbage in them. A CausalModel's tied weights, which `to_empty` parts, are tied again.
+    Raises InputError for a module whose buffers cannot be computed again.
+    """
+    if isinstance(model, CausalModel):
+        model.tie_weights()
+    for name, module in model.named_modules():
+        transient = sorted(module._non_persistent_buffers_set & set(module._buffers))
+        if not transient:
+            continue
+        fresh = _fresh_copy(name, module)
+        for key in transient:
+            module._buffers[key] = getattr(fresh, key).to(device)
+
+
+def _fresh_copy(name: str, module: nn.Module) -> nn.Module:
+    """The module built again on the CPU from its own config."""
+    required = [
+        parameter.name
+        for parameter in list(inspect.signature(type(module).__init__).parameters.values())[1:]
+        if parameter.default is inspect.Parameter.empty and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    if required != ["config"] or not hasattr(module, "config"):
+        raise InputError(f"model.source: the buffers of {name} ({type(module).__name__}) cannot be computed again")
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            return type(module)(config=module.config)
+    finally:
+        torch.set_default_dtype(default)
