@@ -131,8 +131,8 @@ class TrainSection(Value):
     """Held-out sequences used by one evaluation (all, if there are fewer)."""
     compile: AutoFlag = "auto"
     """torch.compile of each block. auto: on GPUs only."""
-    optimizer: OptimizerSection = OptimizerSection()  # type: ignore[call-arg]
-    schedule: ScheduleSection = ScheduleSection()  # type: ignore[call-arg]
+    optimizer: OptimizerSection = OptimizerSection()
+    schedule: ScheduleSection = ScheduleSection()
 
 
 class PrecisionSection(Value):
@@ -197,9 +197,9 @@ class RunConfig(Value):
     run_dir: Name
     model: ModelSection
     data: DataSection
-    train: TrainSection = TrainSection()  # type: ignore[call-arg]
-    precision: PrecisionSection = PrecisionSection()  # type: ignore[call-arg]
-    memory: MemorySection = MemorySection()  # type: ignore[call-arg]
+    train: TrainSection = TrainSection()
+    precision: PrecisionSection = PrecisionSection()
+    memory: MemorySection = MemorySection()
     parallel: ParallelSection = ParallelSection()
-    checkpoint: CheckpointSection = CheckpointSection()  # type: ignore[call-arg]
-    log: LogSection = LogSection()  # type: ignore[call-arg]
+    checkpoint: CheckpointSection = CheckpointSection()
+    log: LogSection = LogSection()

@@ -16,9 +16,7 @@ from pydantic import BeforeValidator, Field
 
 _COUNT = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _BYTES = {"": 1, "b": 1} | {
-    p.lower() + s: base**n
-    for n, p in enumerate("KMGT", start=1)
-    for s, base in (("b", 1000), ("ib", 1024), ("i", 1024))
+    p.lower() + s: base**n for n, p in enumerate("KMGT", start=1) for s, base in (("b", 1000), ("ib", 1024), ("i", 1024))
 }
 _NUMBER = re.compile(r"\s*([+-]?\d[\d_]*(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 _LARGEST = 2**63 - 1

@@ -1,0 +1,147 @@
+"""The recipe's keys as a table, read off RunConfig once: what is a section, what is a leaf, what a wrong key most likely meant.
+
+Everything that talks about keys (loading, the JSON schema, messages) goes by this table, so a key is added in RunConfig alone.
+RESERVED names what the design keeps for later versions: such a key is told apart from a typing error.
+"""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+from pydantic.fields import FieldInfo
+
+from muletrain.spec.recipe import RunConfig
+from muletrain.spec.value import Value
+
+Path = tuple[str, ...]
+
+RESERVED = (
+    "model.adapter",
+    "model.quantize",
+    "train.objective",
+    "train.optimizer.state",
+    "precision.matmul",
+    "precision.master",
+    "precision.gradients",
+    "memory.engine",
+    "memory.waves",
+    "memory.placement",
+    "memory.deepspeed_config",
+    "parallel.tensor",
+    "parallel.pipeline",
+)
+"""Keys of the design that this version does not act on. Each stands for itself and all below it."""
+
+
+ELSEWHERE = {
+    "lr": "train.optimizer.learning_rate",
+    "batch_size": "train.micro_batch",
+    "per_device_train_batch_size": "train.micro_batch",
+    "gradient_accumulation_steps": "train.tokens_per_step",
+    "global_batch_size": "train.tokens_per_step",
+    "max_steps": "train.steps",
+    "num_train_epochs": "train.epochs",
+    "max_grad_norm": "train.clip_norm",
+    "max_seq_length": "data.sequence_length",
+    "seq_len": "data.sequence_length",
+    "gradient_checkpointing": "memory.activations",
+    "output_dir": "run_dir",
+}
+"""What other trainers call things."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A key that takes a value. `choices` are the words it accepts, `free` marks a mapping of the user's own names."""
+
+    path: Path
+    field: FieldInfo
+    choices: tuple[str, ...]
+    free: bool
+
+    @property
+    def required(self) -> bool:
+        """The recipe must give it."""
+        return self.field.is_required()
+
+    @property
+    def documentation(self) -> str:
+        """What it means, on one line."""
+        return " ".join((self.field.description or "").split())
+
+
+def _choices(annotation: Any) -> tuple[str, ...]:
+    if typing.get_origin(annotation) is Literal:
+        return tuple(str(choice) for choice in typing.get_args(annotation))
+    return tuple(choice for part in typing.get_args(annotation) for choice in _choices(part))
+
+
+def _walk(model: type[Value], prefix: Path, sections: dict[Path, type[Value]], leaves: dict[Path, Leaf]) -> None:
+    sections[prefix] = model
+    for name, field in model.model_fields.items():
+        path = (*prefix, name)
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Value):
+            _walk(kind, path, sections, leaves)
+        else:
+            leaves[path] = Leaf(path, field, _choices(kind), free=typing.get_origin(kind) is dict)
+
+
+@cache
+def table() -> tuple[dict[Path, type[Value]], dict[Path, Leaf]]:
+    """(sections, leaves) of RunConfig by path; the root is the empty path."""
+    sections: dict[Path, type[Value]] = {}
+    leaves: dict[Path, Leaf] = {}
+    _walk(RunConfig, (), sections, leaves)
+    return sections, leaves
+
+
+def dotted(path: Path) -> str:
+    """train.optimizer.learning_rate"""
+    return ".".join(path)
+
+
+def reserved(path: Path) -> str | None:
+    """The reserved key that `path` is, or lies under."""
+    return next((key for key in RESERVED if (dotted(path) + ".").startswith(key + ".")), None)
+
+
+def suggestion(path: Path) -> str | None:
+    """The key that an unknown `path` most likely meant: same name first (anywhere), then a similar one (same section first)."""
+    sections, leaves = table()
+    known = [dotted(key) for key in (*leaves, *sections) if key]
+    wanted = dotted(path).lower().replace("-", "_")
+    name, parent = wanted.rpartition(".")[2], wanted.rpartition(".")[0]
+    if name in ELSEWHERE:
+        return ELSEWHERE[name]
+    same_name = [key for key in known if key.rpartition(".")[2] == name]
+    if same_name:
+        return difflib.get_close_matches(wanted, same_name, n=1, cutoff=0.0)[0]
+    siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == parent}
+    others = {key.rpartition(".")[2]: key for key in known}
+    for names, cutoff in ((siblings, 0.6), (others, 0.75)):
+        match = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
+        if match:
+            return names[match[0]]
+    whole = difflib.get_close_matches(wanted, [key for key in known if not wanted.startswith(key)], n=1, cutoff=0.75)
+    return whole[0] if whole else None
+
+
+def unknown_key(path: Path) -> str:
+    """The message for a key that does not exist."""
+    kept = reserved(path)
+    if kept:
+        return f"{dotted(path)}: {kept} is part of the design but not in this version; remove it"
+    meant = suggestion(path)
+    if meant:
+        return f"{dotted(path)}: there is no such key; did you mean {meant}?"
+    sections, _ = table()
+    nearest = path[:-1]
+    while nearest not in sections:
+        nearest = nearest[:-1]
+    names = ", ".join(sections[nearest].model_fields)
+    return f"{dotted(path)}: there is no such key; {dotted(nearest) or 'a recipe'} has {names}"

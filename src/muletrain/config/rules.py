@@ -1,0 +1,144 @@
+"""Rules between keys: what a recipe may not ask for together, whatever the machine.
+
+Each rule names the keys it reads, so that all rules whose keys are sound are still checked when another key is wrong, and
+everything is reported at once. Rules that need the machine or the model are the planner's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+from muletrain.spec.recipe import PrecisionSection, RunConfig, ScheduleSection
+
+ROUNDING = 0.05
+"""How far tokens_per_step may be moved to make whole micro-batches, as a share of it."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`check` gives a message or None; it is asked only if none of `keys` is in error. The first key is the one to blame."""
+
+    keys: tuple[str, ...]
+    check: Callable[[RunConfig], str | None]
+
+
+def whole_micro_batches(config: RunConfig) -> int | None:
+    """Micro-batches in a step over all workers: the nearest whole number, or None where that is off by 5 % or more."""
+    unit = config.train.micro_batch * config.data.sequence_length
+    wanted = config.train.tokens_per_step
+    count = max(1, (wanted + unit // 2) // unit)
+    return count if abs(count * unit - wanted) < ROUNDING * wanted or count * unit == wanted else None
+
+
+def _length(config: RunConfig) -> str | None:
+    if config.train.steps is None and config.train.epochs is None:
+        return "train.steps, train.epochs: give one of them, e.g. train.steps: 1000 (with both, whichever ends first)"
+    return None
+
+
+def _warmup(config: RunConfig) -> str | None:
+    steps, warmup = config.train.steps, config.train.schedule.warmup_steps
+    if steps is not None and warmup > steps:
+        return f"train.schedule.warmup_steps: {warmup} is more than train.steps ({steps}); the rate would never reach its peak"
+    return None
+
+
+def _decay(config: RunConfig) -> str | None:
+    steps, schedule = config.train.steps, config.train.schedule
+    if schedule.kind != "wsd" or steps is None or schedule.warmup_steps > steps:
+        return None
+    decay = math.ceil(schedule.decay_fraction * steps)
+    if schedule.warmup_steps + decay > steps:
+        return (
+            f"train.schedule.decay_fraction: {decay} steps of decay after {schedule.warmup_steps} of warm-up are more than "
+            f"train.steps ({steps}); at most {(steps - schedule.warmup_steps) / steps:.4g} fits"
+        )
+    return None
+
+
+def _decay_unused(config: RunConfig) -> str | None:
+    schedule = config.train.schedule
+    if schedule.kind != "wsd" and schedule.decay_fraction != ScheduleSection.model_fields["decay_fraction"].default:
+        return f"train.schedule.decay_fraction: only kind: wsd uses it, and kind is {schedule.kind}; remove it"
+    return None
+
+
+def _final_unused(config: RunConfig) -> str | None:
+    schedule = config.train.schedule
+    if schedule.kind == "constant" and schedule.final_ratio != ScheduleSection.model_fields["final_ratio"].default:
+        return "train.schedule.final_ratio: kind: constant never lowers the rate; remove it, or choose linear, cosine or wsd"
+    return None
+
+
+def _scale_unused(config: RunConfig) -> str | None:
+    compute, default = config.precision.compute, PrecisionSection.model_fields["initial_loss_scale"].default
+    if compute != "fp16" and config.precision.initial_loss_scale != default:
+        return f"precision.initial_loss_scale: only compute: fp16 is scaled, and compute is {compute}; remove it"
+    return None
+
+
+def _tokens_per_step(config: RunConfig) -> str | None:
+    if whole_micro_batches(config) is not None:
+        return None
+    micro_batch, length, wanted = config.train.micro_batch, config.data.sequence_length, config.train.tokens_per_step
+    unit = micro_batch * length
+    below = wanted // unit
+    works = " or ".join(f"{count * unit}" for count in (below, below + 1) if count)
+    return (
+        f"train.tokens_per_step: {wanted} is {wanted / unit:.4g} micro-batches of {micro_batch} x {length} tokens, "
+        f"not a whole number; {works} would work"
+    )
+
+
+def _evaluation(config: RunConfig) -> str | None:
+    if config.train.evaluate_every and config.data.validation_fraction == 0.0:
+        return (
+            f"train.evaluate_every: {config.train.evaluate_every}, but data.validation_fraction is 0, so there is nothing to "
+            "evaluate on; raise it (0.01) or set evaluate_every: 0"
+        )
+    return None
+
+
+def _streamed_workers(config: RunConfig) -> str | None:
+    if config.memory.strategy == "streamed" and config.parallel.workers not in ("auto", 1):
+        workers = config.parallel.workers
+        return f"parallel.workers: {workers}, but memory.strategy: streamed runs one worker in this version; use zero3"
+    return None
+
+
+def _streamed_device(config: RunConfig) -> str | None:
+    if config.memory.strategy == "streamed" and config.parallel.device == "cuda":
+        return "parallel.device: cuda, but memory.strategy: streamed runs on the CPU only in this version; use zero3"
+    return None
+
+
+def _streamed_activations(config: RunConfig) -> str | None:
+    if config.memory.strategy == "streamed" and config.memory.activations == "keep":
+        return "memory.activations: keep, but memory.strategy: streamed recomputes every block in this version; use recompute"
+    return None
+
+
+RULES = (
+    Rule(("train.steps", "train.epochs"), _length),
+    Rule(("train.schedule.warmup_steps", "train.steps"), _warmup),
+    Rule(("train.schedule.decay_fraction", "train.schedule.kind", "train.schedule.warmup_steps", "train.steps"), _decay),
+    Rule(("train.schedule.decay_fraction", "train.schedule.kind"), _decay_unused),
+    Rule(("train.schedule.final_ratio", "train.schedule.kind"), _final_unused),
+    Rule(("precision.initial_loss_scale", "precision.compute"), _scale_unused),
+    Rule(("train.tokens_per_step", "train.micro_batch", "data.sequence_length"), _tokens_per_step),
+    Rule(("train.evaluate_every", "data.validation_fraction"), _evaluation),
+    Rule(("parallel.workers", "memory.strategy"), _streamed_workers),
+    Rule(("parallel.device", "memory.strategy"), _streamed_device),
+    Rule(("memory.activations", "memory.strategy"), _streamed_activations),
+)
+
+
+def broken_rules(config: RunConfig, unsound: Collection[str] = ()) -> Iterator[tuple[str, str]]:
+    """(key to blame, message) of each rule that `config` breaks and that reads no key in `unsound`."""
+    for rule in RULES:
+        if not set(rule.keys) & set(unsound):
+            message = rule.check(config)
+            if message:
+                yield rule.keys[0], message
