@@ -1,1 +1,1 @@
-
+"""What is known beforehand: GPUs and model shapes as data files, each number with its source."""

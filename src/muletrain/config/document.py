@@ -1,8 +1,8 @@
 """A YAML document or command line argument as leaves: dotted key -> (text or list of texts, where it was written).
 
 Every scalar stays text: what `1e-5`, `010`, `on` or `12:30` means is the business of the key's type (spec/units.py), not of
-YAML 1.1, which reads them as a string, eight, a boolean and 750. Only `null`, `~` and nothing at all mean absent. Inside a free mapping
-(model.overrides), where no type is known, plain words are read as JSON would, and quoted ones are text.
+YAML 1.1, which reads them as a string, eight, a boolean and 750. Only `null`, `~` and nothing at all mean absent. Inside a free
+mapping (model.overrides), where no type is known, plain words are read as JSON would, and quoted ones are text.
 Rejected: yaml.safe_load with a repaired resolver, because it gives no line numbers and lets the last of two equal keys win.
 """
 

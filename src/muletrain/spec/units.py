@@ -1,8 +1,8 @@
 """Numbers as people write them: "24GiB" <-> bytes, "64k" <-> a count, "1e-5" <-> a float.
 
 YAML 1.1 reads `1e-5` as a string, `010` as octal, `12:30` as base 60 and `on` as a boolean. The config room therefore loads
-every scalar as text, and the types here give it its meaning once, by the key's type. k is 1,000 in a count ("10k steps", "393k tokens"; `64Ki`
-is 65,536), 1,024 in a context length ("4k context" has meant 4,096 since there were any); bytes go by their suffix.
+every scalar as text, and the types here give it its meaning once, by the key's type. k is 1,000 in a count
+("10k steps", "393k tokens"; `64Ki` is 65,536), 1,024 in a context length ("4k context" has meant 4,096 since there were any); bytes go by their suffix.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def format_count(count: float) -> str:
 
 def format_duration(seconds: float) -> str:
     """Time for a person: 45s, 3m 20s, 2h 05m, 3d 4h."""
-    whole = int(round(seconds))
+    whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
     if whole < 3600:
