@@ -19,10 +19,10 @@ class StepEvent(Value):
     window: int
     """Position in the data: windows (global batches) consumed after this step, over all epochs."""
     epoch: int
-    loss: float
-    """Mean over trained tokens of the whole step, all workers."""
-    grad_norm: float
-    """Global norm of the gradient of that mean loss, before clipping, unscaled."""
+    loss: float | None = None
+    """Mean over trained tokens of the whole step, all workers. Absent where it is no number (nothing to train on)."""
+    grad_norm: float | None = None
+    """Global norm of the gradient of that mean loss, before clipping, unscaled. Absent on a skipped step that overflowed."""
     learning_rate: float
     tokens: int
     """Trained tokens (targets) in the step, all workers, without padding."""
