@@ -6,12 +6,17 @@ A family is refused here, by name, where the rest of the engine would compute so
 from __future__ import annotations
 
 import inspect
+import json
+from collections.abc import Iterable
 from copy import deepcopy
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from muletrain.models import attention
 from muletrain.models.causal import CausalModel
@@ -43,16 +48,39 @@ def build_hf(config: Any, dtype: torch.dtype) -> nn.Module:
 
 
 def load_config(model: ModelPlan) -> Any:
-    """The Hugging Face configuration of a plan. Raises InputError naming an unknown family or field."""
+    """The Hugging Face configuration of a plan. Raises InputError naming an unknown family or field, or a wrong value."""
     if not model.config:
         return AutoConfig.from_pretrained(model.source)
     fields = dict(model.config)
     family = fields.pop("model_type", "")
+    if family not in CONFIG_MAPPING:
+        raise InputError(f"model.source: {family!r} is no family that Transformers knows{_suggestion(family, CONFIG_MAPPING)}")
+    _refuse_unknown_fields(CONFIG_MAPPING[family](), fields, model.source)
     try:
-        config = AutoConfig.for_model(family, **fields)
-    except ValueError as error:
-        raise InputError(f"model.source: {family!r} is no family that Transformers knows ({error})") from error
-    return config
+        return AutoConfig.for_model(family, **fields)
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise InputError(f"model.overrides: {family} refuses its config: {error}") from error
+
+
+def _refuse_unknown_fields(default: Any, fields: dict[str, Any], source: str) -> None:
+    """A field that the family does not have would be kept and change nothing. What the source's own file says is let pass."""
+    file = Path(source) / "config.json"
+    own = set(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else set()
+    known = set(default.to_dict()) | set(default.attribute_map) | _OLD_FIELDS
+    raise_for = sorted(set(fields) - own - known)
+    if raise_for:
+        raise InputError(
+            *(f"model.overrides.{name}: {default.model_type} has no such field{_suggestion(name, known)}" for name in raise_for)
+        )
+
+
+_OLD_FIELDS = {"rope_theta", "rope_scaling", "torch_dtype", "head_dim", "transformers_version", "architectures"}
+"""Written by earlier versions of Transformers and still understood."""
+
+
+def _suggestion(word: str, known: Iterable[str]) -> str:
+    close = get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def refuse_unsupported(config: Any) -> None:
