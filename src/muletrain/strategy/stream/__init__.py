@@ -1,1 +1,1 @@
-
+"""streamed: parameters, gradients and optimizer state live in host memory, the card holds a few blocks at a time."""

@@ -1,0 +1,37 @@
+"""Putting a parameter and its optimizer state where they live for the run, one whole tensor at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from muletrain.models.weights import WeightSource
+from muletrain.optim.adamw import ParameterState, decayed
+from muletrain.precision.policy import Precision
+
+
+@torch.no_grad()
+def place_parameter(name: str, parameter: Tensor, weights: WeightSource, precision: Precision) -> ParameterState:
+    """Fills `parameter` (compute dtype) from `weights` and makes its master copy and moments beside it, on its device."""
+    whole = weights.tensor(name).to(parameter.device, precision.master)
+    parameter.copy_(whole)
+    master = whole if precision.split else parameter.detach()
+    moments = torch.zeros_like(master), torch.zeros_like(master)
+    working = parameter.detach() if precision.split else None
+    return ParameterState(name, master, *moments, working, decayed(parameter))
+
+
+def by_kind(states: list[ParameterState]) -> dict[str, dict[str, Tensor]]:
+    """The states' live tensors as Strategy.state_tensors gives them."""
+    return {kind: {state.name: getattr(state, field) for state in states} for kind, field in _FIELDS}
+
+
+_FIELDS = (("parameter", "master"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))
+
+
+@torch.no_grad()
+def round_masters(states: list[ParameterState]) -> None:
+    """Working copies afresh from the masters."""
+    for state in states:
+        if state.working is not None:
+            state.working.copy_(state.master)
