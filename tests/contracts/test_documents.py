@@ -1,8 +1,8 @@
 """What the documents tell a reader to type is typed here, in a copy of the project, in the order of the page.
 
 A fenced block marked `sh` is run; one marked `sh no-run` holds what makes the environment or takes minutes, and of it only
-the make targets are looked up. A block marked `yaml NAME` is a file that the reader writes. A translation has the same blocks as
-its original but for the comments, so they are run once.
+the make targets are looked up. A block marked `yaml NAME` is a file that the reader writes. A translation has the same blocks
+as its original but for the comments, so they are run once.
 """
 
 from __future__ import annotations
