@@ -1,0 +1,188 @@
+"""Memory of one run as a Ledger: what each part takes on a worker's card and on the box, before anything is built.
+
+m, c: bytes of a number in the master and the compute format; P parameters, B of a block, R outside blocks; N workers.
+
+  resident   master m P, working copy c P (where c < m), gradient sums m P, two moments 2m P
+  zero*      master m P/N, moments 2m P/N, gradient shard m P/N, gathered parameters c P (zero3: c (2B + R)),
+             whole gradients m P (zero1 with several micro-batches a worker; else one unit's, (c + m) max(B, R))
+  streamed   master, gradient and moments 4m P and working copy c P on the host, two slots of c B
+
+Activations a token a block, in numbers of c bytes: 4h + 2w + 2k + 3f with hidden h, attention width w, key/value width k,
+feed-forward f: the block's and the norms' inputs and outputs, queries, keys, values, attention's output, gate, up and their
+product. That is 32.1 h bytes for a 7 B LLaMA in bf16, as measured for compiled blocks; eager ones keep 1.5 times that.
+Recomputing keeps h a token a block, and one whole block. Logits: 12 bytes each while a chunk's loss is computed (24 in fp64).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from muletrain.spec.ledger import Ledger, LedgerItem
+from muletrain.spec.model_shape import ModelShape
+from muletrain.spec.recipe import ComputeDtype, StrategyName
+
+GIB = 2**30
+EAGER = 1.5
+"""Activations that an eager block keeps, over a compiled one."""
+SLOTS = 2
+CONTEXT_BYTES = GIB // 2
+"""CUDA context and libraries on a card; interpreter and libraries of a worker on a CPU. Measured: 0.3 to 0.65 GiB."""
+COMMUNICATION_BYTES = GIB // 2
+"""NCCL's buffers on a card. Measured: 0.2 to 1 GiB."""
+HOST_PROCESS_BYTES = 2 * GIB
+"""Host memory of a worker whose model is on a card: libraries, CUDA's host side, pinned staging. An allowance."""
+_BYTES = {"fp32": (4, 4), "bf16": (4, 2), "fp16": (4, 2), "fp64": (8, 8)}
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What memory depends on, beside the model."""
+
+    strategy: StrategyName
+    activations: Literal["keep", "recompute"]
+    compute: ComputeDtype
+    compiled: bool
+    device: Literal["cpu", "cuda"]
+    workers: int
+    micro_batch: int
+    """Sequences."""
+    micro_batches: int
+    """In a step, over all workers."""
+    sequence_length: int
+    loss_chunk: int
+
+    @property
+    def tokens(self) -> int:
+        """Positions in one micro-batch."""
+        return self.micro_batch * self.sequence_length
+
+    @property
+    def rounds(self) -> int:
+        """Micro-batches that the busiest worker runs in a step."""
+        return -(-self.micro_batches // self.workers)
+
+    @property
+    def bytes_of(self) -> tuple[int, int]:
+        """(master, compute) bytes of one number."""
+        return _BYTES[self.compute]
+
+
+Part = tuple[str, float, str]
+"""(part, bytes on one worker, formula)"""
+
+
+def ledger(shape: ModelShape, run: Footprint) -> Ledger:
+    """All parts. On a CPU everything is host memory, of all workers together."""
+    parts = [*_states(shape, run), *_activations(shape, run), _logits(shape, run)]
+    if run.device == "cpu":
+        each = [*parts, ("context", CONTEXT_BYTES, "0.5 GiB: interpreter and libraries")]
+        note = f", x {run.workers} workers" if run.workers > 1 else ""
+        items = [_item("host", part, size * run.workers, formula + note) for part, size, formula in each]
+    else:
+        context = CONTEXT_BYTES + (COMMUNICATION_BYTES if run.workers > 1 else 0)
+        parts.append(("context", context, "0.5 GiB of CUDA" + (" + 0.5 GiB of NCCL" if run.workers > 1 else "")))
+        items = [_item("card", *part) for part in parts]
+        items.append(_item("host", "context", HOST_PROCESS_BYTES * run.workers, f"2 GiB x {run.workers} workers"))
+    return Ledger(items=tuple(item for item in items if item.size_bytes))
+
+
+def _item(place: Literal["card", "host"], part: str, size: float, formula: str) -> LedgerItem:
+    return LedgerItem(part=part, place=place, size_bytes=round(size), formula=formula)
+
+
+def _states(shape: ModelShape, run: Footprint) -> list[Part]:
+    if run.strategy == "resident":
+        return _resident(shape, run)
+    if run.strategy == "streamed":
+        return _streamed(shape, run)
+    return _sharded(shape, run)
+
+
+def _rest(shape: ModelShape) -> int:
+    """Parameters outside the blocks: embedding, head, last norm."""
+    return shape.parameters - shape.layers * shape.block_parameters
+
+
+def _resident(shape: ModelShape, run: Footprint) -> list[Part]:
+    master, compute = run.bytes_of
+    parameters = shape.parameters
+    moments: Part = ("moments", 2 * master * parameters, f"2 x {master} bytes x parameters")
+    gradients: Part = ("gradients", master * parameters, f"{master} bytes x parameters, summed over micro-batches")
+    if master == compute:
+        return [("parameters", master * parameters, f"{master} bytes x parameters"), gradients, moments]
+    unit = max(shape.block_parameters, _rest(shape))
+    return [
+        ("parameters", compute * parameters, f"{compute} bytes x parameters"),
+        ("master", master * parameters, f"{master} bytes x parameters"),
+        gradients,
+        moments,
+        ("workspace", compute * unit, f"{compute} bytes x largest block: its gradient before it is added to the sums"),
+    ]
+
+
+def _sharded(shape: ModelShape, run: Footprint) -> list[Part]:
+    master, compute = run.bytes_of
+    parameters, block, rest, n = shape.parameters, shape.block_parameters, _rest(shape), run.workers
+    unit = max(block, rest)
+    if run.strategy == "zero3":
+        gathered: Part = (
+            "parameters",
+            compute * (2 * block + rest),
+            f"{compute} bytes x (2 blocks + embedding and head), gathered",
+        )
+    else:
+        gathered = ("parameters", compute * parameters, f"{compute} bytes x parameters, gathered")
+    shard = master * parameters / n
+    whole_gradients = run.strategy == "zero1" and run.rounds > 1
+    gradients = shard + (master * parameters if whole_gradients else 0)
+    how = f"{master} bytes x parameters / {n}" + (
+        f" + {master} bytes x parameters until the last micro-batch" if whole_gradients else ""
+    )
+    return [
+        gathered,
+        ("master", shard, f"{master} bytes x parameters / {n}"),
+        ("gradients", gradients, how),
+        ("moments", 2 * shard, f"2 x {master} bytes x parameters / {n}"),
+        (
+            "workspace",
+            (compute + master) * unit,
+            f"{compute + master} bytes x largest block: its gradient while it is scattered",
+        ),
+    ]
+
+
+def _streamed(shape: ModelShape, run: Footprint) -> list[Part]:
+    master, compute = run.bytes_of
+    parameters = shape.parameters
+    working: list[Part] = []
+    if master != compute:
+        working = [("parameters", compute * parameters, f"{compute} bytes x parameters")]
+    return [
+        *working,
+        ("master", master * parameters, f"{master} bytes x parameters"),
+        ("gradients", master * parameters, f"{master} bytes x parameters"),
+        ("moments", 2 * master * parameters, f"2 x {master} bytes x parameters"),
+        ("slots", SLOTS * compute * shape.block_parameters, f"{SLOTS} x {compute} bytes x a block's parameters"),
+    ]
+
+
+def block_activations(shape: ModelShape, run: Footprint) -> float:
+    """Bytes that one block keeps for the backward of one micro-batch."""
+    width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    numbers = 4 * shape.hidden + 2 * width + 2 * kv_width + 3 * shape.ffn
+    return run.bytes_of[1] * numbers * run.tokens * (1.0 if run.compiled else EAGER)
+
+
+def _activations(shape: ModelShape, run: Footprint) -> list[Part]:
+    block = block_activations(shape, run)
+    if run.activations == "keep":
+        return [("activations", shape.layers * block, f"{run.tokens} tokens x {shape.layers} blocks, all kept")]
+    kept = run.rounds if run.strategy == "streamed" else 1  # streamed runs all micro-batches through a block before the next
+    inputs = run.bytes_of[1] * shape.hidden * run.tokens * shape.layers * kept
+    return [("activations", inputs + block, f"inputs of {shape.layers} blocks, {kept * run.tokens} tokens + one whole block")]
+
+
+def _logits(shape: ModelShape, run: Footprint) -> Part:
+    chunk, size = min(run.loss_chunk, run.tokens), 24 if run.compute == "fp64" else 12
+    return ("logits", size * chunk * shape.vocab, f"{size} bytes x {chunk} tokens x {shape.vocab} words")
