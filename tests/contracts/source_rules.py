@@ -23,7 +23,8 @@ VALUE_CALLS = {
     *("dict", "frozenset", "list", "set", "tuple", "range", "sorted", "zip", "enumerate", "reversed"),
     *("bool", "float", "int", "str", "len", "max", "min", "sum", "repr"),
     *("encode", "format", "items", "join", "keys", "lower", "split", "strip", "upper", "values", "with_name", "joinpath"),
-    *("compile", "getLogger", "field", "namedtuple", "get_args", "add_typer", "callback", "command"),
+    *("compile", "getLogger", "field", "namedtuple", "type", "get_args"),
+    *("add_constructor", "add_representer", "add_typer", "callback", "command"),
 }
 """Names whose call only builds or registers a value of its own module. So does a call of a class (a name in capitals)."""
 
@@ -144,12 +145,14 @@ def environment_read(file: SourceFile) -> Iterator[str]:
 
 
 def swallowed_error(file: SourceFile) -> Iterator[str]:
-    """An error caught without a type, or caught and dropped without a word."""
+    """An error caught without a type, or caught and dropped without a word. Going on to the next item needs an exact type."""
     for node in ast.walk(file.tree):
         if isinstance(node, ast.ExceptHandler):
             if node.type is None:
                 yield f"{node.lineno}: except without a type"
-            if all(isinstance(child, (ast.Pass, ast.Continue)) or _is_text(child) for child in node.body):
+                continue
+            dropping = (ast.Pass, ast.Continue) if _name(node.type) in ("Exception", "BaseException") else ast.Pass
+            if all(isinstance(child, dropping) or _is_text(child) for child in node.body):
                 yield f"{node.lineno}: the error is dropped; use contextlib.suppress with the exact type, or act on it"
 
 

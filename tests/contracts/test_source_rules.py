@@ -54,7 +54,8 @@ PLANTED: list[tuple[Rule, str, str]] = [
     (rules.environment_read, "a.py", "from os import environ\n"),
     (rules.swallowed_error, "a.py", "try:\n    f()\nexcept:\n    g()\n"),
     (rules.swallowed_error, "a.py", "try:\n    f()\nexcept Exception:\n    pass\n"),
-    (rules.swallowed_error, "a.py", "for x in y:\n    try:\n        f()\n    except ValueError:\n        continue\n"),
+    (rules.swallowed_error, "a.py", "try:\n    f()\nexcept ValueError:\n    pass\n"),
+    (rules.swallowed_error, "a.py", "for x in y:\n    try:\n        f()\n    except Exception:\n        continue\n"),
     (rules.unfinished, "a.py", "def f():\n    raise NotImplementedError\n"),
     (rules.unfinished, "a.py", "x = 1  # TO" + "DO: two\n"),
 ]
