@@ -84,6 +84,8 @@ class ParallelPlan(Value):
 
     workers: int
     device: Literal["cpu", "cuda"]
+    peak_flops: float = 0.0
+    """Dense peak of one device in the compute dtype, FLOP/s, by the catalogue; 0: not known, utilisation is then not reported."""
 
 
 class CheckpointPlan(Value):
