@@ -1,4 +1,4 @@
-"""Help, the desk verbs and data preparation start without torch: it takes seconds to import and a desk question should take none."""
+"""Help, the desk verbs and data preparation start without torch, whose import takes seconds; a desk question takes none."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ def test_the_module_loads_without_torch(module: str, tmp_path: Path) -> None:
 def verbs() -> list[list[str]]:
     """Every verb with its sub-verbs, as the application has them."""
     import typer
+
     from muletrain.cli.app import app
 
     root = typer.main.get_command(app)
