@@ -59,7 +59,7 @@ def load_config(model: ModelPlan) -> Any:
     try:
         return AutoConfig.for_model(family, **fields)
     except (ValueError, TypeError, StrictDataclassError) as error:
-        raise InputError(f"model.overrides: {family} refuses its config: {error}") from error
+        raise InputError(f"model.overrides: {family} refuses its config: {' '.join(str(error).split())}") from error
 
 
 def _refuse_unknown_fields(default: Any, fields: dict[str, Any], source: str) -> None:
@@ -67,10 +67,10 @@ def _refuse_unknown_fields(default: Any, fields: dict[str, Any], source: str) ->
     file = Path(source) / "config.json"
     own = set(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else set()
     known = set(default.to_dict()) | set(default.attribute_map) | _OLD_FIELDS
-    raise_for = sorted(set(fields) - own - known)
-    if raise_for:
+    unknown = sorted(set(fields) - own - known)
+    if unknown:
         raise InputError(
-            *(f"model.overrides.{name}: {default.model_type} has no such field{_suggestion(name, known)}" for name in raise_for)
+            *(f"model.overrides.{name}: {default.model_type} has no such field{_suggestion(name, known)}" for name in unknown)
         )
 
 
