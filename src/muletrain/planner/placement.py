@@ -18,6 +18,8 @@ from muletrain.spec.recipe import MemorySection, ParallelSection, StrategyName
 from muletrain.spec.units import format_bytes
 
 _ORDER: tuple[StrategyName, ...] = ("resident", "zero1", "zero2", "zero3")
+USABLE = 0.97
+"""Of a card: the driver keeps 1 to 2 % for itself, and the allocator loses some to rounding."""
 _ACTIVATIONS: tuple[Literal["keep", "recompute"], ...] = ("keep", "recompute")
 
 
@@ -84,7 +86,7 @@ def budget(machine: Machine, device: Literal["cpu", "cuda"], workers: int, memor
     host = min(machine.host_memory_bytes, memory.host_limit or machine.host_memory_bytes)
     if device == "cpu":
         return Budget(0, host)
-    card = min(gpu.memory_bytes for gpu in machine.gpus[:workers])
+    card = round(USABLE * min(gpu.memory_bytes for gpu in machine.gpus[:workers]))
     return Budget(min(card, memory.gpu_limit or card), host)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from muletrain.catalog.gpus import gpu_peak
 from muletrain.catalog.models import model_names, model_tokenizer
 from muletrain.config.environment import cache_dir
 from muletrain.config.rules import whole_micro_batches
@@ -87,7 +88,9 @@ def resolve(request: RunConfig, machine: Machine, *, interactive: bool = False, 
             host_limit=request.memory.host_limit or 0,
             ledger=placement.ledger,
         ),
-        parallel=ParallelPlan(workers=workers, device=device),
+        parallel=ParallelPlan(
+            workers=workers, device=device, peak_flops=_peak_flops(machine, device, workers, request.precision.compute)
+        ),
         checkpoint=_checkpoint(request, reasons),
         log=_log(request, interactive, reasons),
         reasons=tuple(reasons),
@@ -145,6 +148,13 @@ def _compiled(request: RunConfig, device: Device, reasons: list[str]) -> bool:
     return device == "cuda"
 
 
+def _peak_flops(machine: Machine, device: Device, workers: int, compute: str) -> float:
+    """Of the slowest card used; 0 where one is not in the catalogue, so that nothing is reported against a guess."""
+    if device == "cpu":
+        return 0.0
+    return min(gpu_peak(gpu.name, compute) or 0.0 for gpu in machine.gpus[:workers])
+
+
 def _data(section: DataSection, asked: ModelSection, model: ModelPlan, machine: Machine, reasons: list[str]) -> DataPlan:
     tokenizer = str(Path(section.tokenizer).expanduser()) if section.tokenizer.startswith("~") else section.tokenizer
     if section.tokenizer == "auto":
@@ -177,7 +187,8 @@ def _model_tokenizer(asked: ModelSection, model: ModelPlan) -> str:
     tokenizer = model_tokenizer(asked.source)
     if tokenizer is None:
         raise InputError(
-            f"data.tokenizer: {asked.source} is a shape without a tokenizer of its own; give a folder, a tokenizer.json or a hub name"
+            f"data.tokenizer: {asked.source} is a shape without a tokenizer of its own; give a folder, a tokenizer.json "
+            "or a hub name"
         )
     return tokenizer
 

@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
+import huggingface_hub  # its parts load when they are used
+
 from muletrain.catalog.families import model_shape, with_overrides
 from muletrain.catalog.models import model_config, model_names
 from muletrain.spec.errors import InputError
@@ -69,13 +71,9 @@ def _json_object(file: Path) -> dict[str, Any]:
 
 
 def _hub_config(name: str) -> dict[str, Any]:
-    # Imported here: only hub names need it, and it costs a tenth of a second.
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
     try:
-        file = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:
+        file = huggingface_hub.try_to_load_from_cache(name, "config.json")
+    except ValueError:
         raise InputError(f"model.source: {name!r} is neither a catalogue name, a folder nor a hub name") from None
     if not isinstance(file, str):
         raise InputError(

@@ -1,6 +1,6 @@
-"""This box as a Machine, without torch and without touching CUDA (workers are forked later, and a CUDA context does not survive).
+"""This box as a Machine, without torch and without touching CUDA: workers are forked later, and no CUDA context survives that.
 
-GPUs come from nvidia-smi, which ships with the driver: no binding to install, and its absence means that there is no usable GPU.
+GPUs come from nvidia-smi, which ships with the driver: no binding to install, and its absence means that no GPU is usable.
 Host memory is what this process may use: cgroup limits of a container count, in both cgroup versions and at every level above.
 """
 
@@ -90,8 +90,8 @@ def _gpus() -> list[tuple[str, str, Gpu]]:
         return []
     if answer.returncode:
         raise InputError(
-            f"nvidia-smi failed with code {answer.returncode}: {said}\nthe NVIDIA driver is not working: reinstall it or reboot; "
-            "to train on the CPU, hide the GPUs with CUDA_VISIBLE_DEVICES="
+            f"nvidia-smi failed with code {answer.returncode}: {said}\nthe NVIDIA driver is not working: reinstall it or "
+            "reboot; to train on the CPU, set parallel.device: cpu"
         )
     return [_gpu(line) for line in answer.stdout.splitlines() if line.strip()]
 
