@@ -16,21 +16,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
-import yaml
-
+from muletrain.config.render import dump_recipe
 from muletrain.spec.errors import InputError
+from muletrain.spec.machine import Machine
 from muletrain.spec.plan import Plan
+from muletrain.spec.recipe import RunConfig
 from muletrain.spec.units import format_bytes
-from muletrain.spec.value import Value
 
-REQUEST, MACHINE, PLAN, RECORD, EVENTS, CHECKPOINTS = (
-    "request.yaml",
-    "machine.json",
-    "plan.json",
-    "record.json",
-    "events.jsonl",
-    "checkpoints",
-)
+REQUEST, MACHINE, PLAN, CHECKPOINTS = "request.yaml", "machine.json", "plan.json", "checkpoints"
 _DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -118,10 +111,8 @@ def write_atomically(path: Path, text: str) -> None:
         raise
 
 
-def write_inputs(folder: Path, request: Value, machine: Value, plan: Plan) -> None:
-    """request.yaml, machine.json and plan.json: any stage can be run again from them. The last session's record goes."""
-    asked = request.model_dump(mode="json", exclude_none=True)
-    write_atomically(folder / REQUEST, yaml.safe_dump(asked, sort_keys=False, allow_unicode=True))
+def write_inputs(folder: Path, request: RunConfig, machine: Machine, plan: Plan) -> None:
+    """request.yaml, machine.json and plan.json: any stage can be run again from them."""
+    write_atomically(folder / REQUEST, dump_recipe(request))
     write_atomically(folder / MACHINE, machine.to_json())
     write_atomically(folder / PLAN, plan.to_json())
-    (folder / RECORD).unlink(missing_ok=True)

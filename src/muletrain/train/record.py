@@ -52,11 +52,10 @@ class CommunicationProfile(HookBase):
 
 
 class Record(HookBase):
-    """Writes record.json, the console's last words included. An old record goes at the start: it is of another session."""
+    """Writes record.json and the session's last event. An old record goes at the start: it is of another session."""
 
-    def __init__(self, path: Path | None, console: Console, evaluation: Evaluation, profile: CommunicationProfile) -> None:
-        """`path` is None on all workers but the first."""
-        self._path, self._console, self._evaluation, self._profile = path, console, evaluation, profile
+    def __init__(self, path: Path, log: Log, evaluation: Evaluation, profile: CommunicationProfile) -> None:
+        self._path, self._log, self._evaluation, self._profile = path, log, evaluation, profile
         self._last: StepEvent | None = None
         self._memory_bytes = 0
         self._waits: list[tuple[float, float]] = []

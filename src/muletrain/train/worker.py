@@ -128,7 +128,7 @@ def _set_device(plan: Plan, place: WorkerPlace) -> torch.device:
 
 @contextmanager
 def _process_group(plan: Plan, place: WorkerPlace, device: torch.device) -> Iterator[None]:
-    """Several workers need a group, and zero1 to zero3 always do. Objects and small sums go over the host (gloo) on GPUs too."""
+    """Several workers need a group, zero1 to zero3 always do. Objects and small sums go over the host (gloo) on GPUs too."""
     if place.workers == 1 and not plan.memory.strategy.startswith("zero"):
         yield
         return

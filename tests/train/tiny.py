@@ -1,0 +1,125 @@
+"""A whole small run: text rows with their number in them, a tiny LLaMA, and a plan whose every field a test may change."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from muletrain.data.prepare import prepare
+from muletrain.launch import local
+from muletrain.metrics.events import read_events
+from muletrain.spec.events import RunRecord
+from muletrain.spec.ledger import Ledger
+from muletrain.spec.plan import (
+    CheckpointPlan,
+    DataPlan,
+    LogPlan,
+    MemoryPlan,
+    ModelPlan,
+    ParallelPlan,
+    Plan,
+    PrecisionPlan,
+    TrainPlan,
+)
+from muletrain.spec.recipe import OptimizerSection, ScheduleSection
+from muletrain.train.build import Session
+from muletrain.train.worker import run_worker
+from tests.families.tiny import model_plan, tiny_llama
+
+
+@dataclass(frozen=True)
+class Materials:
+    """What all runs of a module share."""
+
+    model: ModelPlan
+    data: DataPlan
+    prepared: Path
+
+
+def make_materials(folder: Path, rows: int = 40, **model: Any) -> Materials:
+    """Data on disk, and a model folder."""
+    text = folder / "text.jsonl"
+    lines = [json.dumps({"text": f"row {row} " + "the mules walk on " * (row % 5)}) for row in range(rows)]
+    text.write_text("\n".join(lines) + "\n")
+    source = tiny_llama(folder / "model", **({"hidden_size": 32, "intermediate_size": 48} | model))
+    data = DataPlan(
+        source=(str(text),),
+        tokenizer=str(source),
+        text_key="text",
+        sequence_length=32,
+        packing="concat",
+        validation_fraction=0.1,
+        bad_rows="skip",
+        cache_dir=str(folder / "cache"),
+        processes=1,
+    )
+    return Materials(model_plan(source), data, prepare(data).folder)
+
+
+_SECTION_OF = {
+    "train": TrainPlan,
+    "precision": PrecisionPlan,
+    "memory": MemoryPlan,
+    "parallel": ParallelPlan,
+    "checkpoint": CheckpointPlan,
+    "log": LogPlan,
+    "data": DataPlan,
+    "model": ModelPlan,
+}
+
+
+def make_plan(materials: Materials, run_dir: Path, **changes: Any) -> Plan:
+    """A plan of 6 steps of 4 micro-batches; `changes` are fields of any section, whose names are unique."""
+    plan = Plan(
+        run_dir=str(run_dir),
+        model=materials.model,
+        data=materials.data,
+        train=TrainPlan(
+            steps=6,
+            epochs=0,
+            micro_batch=1,
+            micro_batches=4,
+            clip_norm=1.0,
+            seed=3,
+            evaluate_every=0,
+            evaluate_sequences=4,
+            compile=False,
+            optimizer=OptimizerSection(learning_rate=1e-3),
+            schedule=ScheduleSection(kind="cosine", warmup_steps=2),
+        ),
+        precision=PrecisionPlan(compute="fp32", initial_loss_scale=1.0),
+        memory=MemoryPlan(
+            strategy="resident", activations="keep", loss_chunk=64, gpu_limit=0, host_limit=0, ledger=Ledger(items=())
+        ),
+        parallel=ParallelPlan(workers=1, device="cpu"),
+        checkpoint=CheckpointPlan(every=0, keep=2, resume="auto", model_dtype="fp32"),
+        log=LogPlan(every=1, console="quiet"),
+        reasons=(),
+    )
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in changes.items():
+        section = next(name for name, kind in _SECTION_OF.items() if key in kind.model_fields)
+        sections.setdefault(section, {})[key] = value
+    return plan.model_copy(update={name: getattr(plan, name).model_copy(update=fields) for name, fields in sections.items()})
+
+
+def run(materials: Materials, plan: Plan, **session: Any) -> int:
+    """Trains in forked workers, as `mule train` does; the exit code."""
+    return local.run(lambda place: run_worker(plan, place, Session(materials.prepared, **session)), plan.parallel.workers)
+
+
+def steps_of(run_dir: Path) -> list[dict[str, Any]]:
+    """The step events of all sessions."""
+    return [event for event in events_of(run_dir) if event["kind"] == "step"]
+
+
+def events_of(run_dir: Path) -> list[dict[str, Any]]:
+    """All events of all sessions."""
+    return read_events(run_dir / "events.jsonl")
+
+
+def record_of(run_dir: Path) -> RunRecord:
+    """The last session's summary."""
+    return RunRecord.load(run_dir / "record.json")
