@@ -150,7 +150,8 @@ def read_document(text: str, file: str) -> Document:
         root = yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        special = mark is not None and text[mark.index : mark.index + 1] in tuple("*&%@`")
+        starts = [text[place.index : place.index + 1] for place in (error.context_mark, error.problem_mark) if place]
+        special = any(start and start in "*&%@`" for start in starts)
         hint = "; quote a text that starts with * & % @ or `" if special else ""
         line = f":{mark.line + 1}" if mark else ""
         return Document(problems=[f"{file}{line}: not valid YAML: {error.problem or error.context}{hint}"])

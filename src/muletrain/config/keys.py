@@ -52,6 +52,19 @@ ELSEWHERE = {
     "output_dir": "run_dir",
 }
 """What other trainers call things."""
+WORDS_ELSEWHERE = {
+    "gpu": "cuda",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "float64": "fp64",
+    "double": "fp64",
+    "fsdp": "zero3",
+    "ddp": "resident",
+    "offload": "streamed",
+}
+"""The same for values that are words."""
 
 
 @dataclass(frozen=True)

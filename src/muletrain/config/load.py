@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from muletrain.config.document import Document, read_argument, read_document
-from muletrain.config.keys import Leaf, Path, dotted, table
+from muletrain.config.keys import WORDS_ELSEWHERE, Leaf, Path, dotted, table
 from muletrain.config.rules import broken_rules
 from muletrain.spec.errors import InputError
 from muletrain.spec.recipe import RunConfig
@@ -105,7 +105,8 @@ def _message(leaf: Leaf, detail: Any, place: str | None, file: str) -> str:
         kind = {list: "a list", dict: "a mapping", type(None): "nothing"}.get(type(found), repr(found))
         reason = "an empty list; give at least one" if found == [] else f"{kind}, where {wanted} is wanted"
     elif leaf.choices and detail["type"] in ("literal_error", "string_type"):
-        nearest = difflib.get_close_matches(str(found).lower(), leaf.choices, n=1)
+        word = str(found).lower()
+        nearest = difflib.get_close_matches(WORDS_ELSEWHERE.get(word, word), leaf.choices, n=1)
         hint = f"; did you mean {nearest[0]}?" if nearest else ""
         reason = f"{found!r} is not one of {', '.join(leaf.choices)}{hint}"
     elif detail["type"] == "value_error":
