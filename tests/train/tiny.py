@@ -71,7 +71,7 @@ _SECTION_OF = {
 
 
 def make_plan(materials: Materials, run_dir: Path, **changes: Any) -> Plan:
-    """A plan of 6 steps of 4 micro-batches; `changes` are fields of any section, whose names are unique."""
+    """A plan of 6 steps of 4 micro-batches; `changes` are fields of any section."""
     plan = Plan(
         run_dir=str(run_dir),
         model=materials.model,
@@ -100,7 +100,7 @@ def make_plan(materials: Materials, run_dir: Path, **changes: Any) -> Plan:
     )
     sections: dict[str, dict[str, Any]] = {}
     for key, value in changes.items():
-        section = next(name for name, kind in _SECTION_OF.items() if key in kind.model_fields)
+        section = next(name for name, kind in _SECTION_OF.items() if key in kind.model_fields)  # "every" is the checkpoint's
         sections.setdefault(section, {})[key] = value
     return plan.model_copy(update={name: getattr(plan, name).model_copy(update=fields) for name, fields in sections.items()})
 
