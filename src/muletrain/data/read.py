@@ -13,7 +13,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -21,6 +21,8 @@ from muletrain.data.sources import SourceFile, open_binary
 
 DOCUMENT_LIMIT_BYTES = 1 << 20
 ROW_LIMIT_BYTES = 64 << 20
+TO_THE_END = 1 << 62
+"""The end of a piece whose length is not known: a compressed file, or all of any file."""
 _CHUNK_BYTES = 1 << 18
 _BOM = b"\xef\xbb\xbf"
 _WIDE = {
@@ -61,6 +63,12 @@ class Piece:
     file: SourceFile
     start: int
     end: int
+
+
+def documents(files: Sequence[SourceFile], text_key: str) -> Iterator[Document | Bad]:
+    """All of several files, one after another."""
+    for file in files:
+        yield from PieceReader(Piece(file, 0, TO_THE_END), text_key)
 
 
 class PieceReader:

@@ -9,15 +9,16 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from muletrain.data.dataset import REJECTED_LISTED, SPLITS, SplitName
-from muletrain.data.read import Bad, Document, Piece, PieceReader
+from muletrain.data.read import TO_THE_END, Bad, Document, Piece, PieceReader
 from muletrain.data.sources import SourceFile
 from muletrain.data.tokenizer import TextTokenizer, load_tokenizer
 from muletrain.spec.errors import InputError
@@ -25,7 +26,6 @@ from muletrain.spec.value import Value
 
 UNIT_BYTES = 4 << 20
 MOST_UNITS = 1024
-_TO_THE_END = 1 << 62
 _PACKED_RATIO = 4
 _FLUSH_TOKENS = 1 << 18
 
@@ -91,7 +91,7 @@ def pieces_of(files: Sequence[SourceFile], piece_bytes: int) -> Iterator[Piece]:
             for start in range(0, max(file.size, 1), piece_bytes):
                 yield Piece(file, start, min(start + piece_bytes, file.size))
         else:
-            yield Piece(file, 0, _TO_THE_END if file.packed else file.size)
+            yield Piece(file, 0, TO_THE_END if file.packed else file.size)
 
 
 def group_pieces(files: Sequence[SourceFile]) -> list[tuple[Piece, ...]]:
@@ -117,7 +117,8 @@ def _work(size: int, file: SourceFile) -> int:
 
 @lru_cache(maxsize=1)
 def _tokenizer(source: str) -> TextTokenizer:
-    return load_tokenizer(source)
+    # In a spawned process nothing forks any more; the caller's own process may fork its workers after preparing.
+    return replace(load_tokenizer(source), batch_call=parent_process() is not None)
 
 
 def tokenize_unit(unit: Unit) -> int:
