@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from muletrain.cli import bench, config, data, generate, train
 from muletrain.spec.errors import InputError, MuleError
 
 EXIT_INTERRUPTED = 130
@@ -73,14 +74,11 @@ def mule(
     """Train large language models on the GPUs that people can actually get."""
 
 
-import importlib, importlib.util  # noqa
-for _verb in ("train", "generate", "data", "config", "bench"):  # until all five are there
-    if importlib.util.find_spec(f"muletrain.cli.{_verb}"):
-        _m = importlib.import_module(f"muletrain.cli.{_verb}")
-        if hasattr(_m, "app"):
-            app.add_typer(_m.app, name=_verb)
-        else:
-            app.command(_verb)(_m.command)
+app.command("train")(train.command)
+app.command("generate")(generate.command)
+app.add_typer(data.app, name="data")
+app.add_typer(config.app, name="config")
+app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:
@@ -88,4 +86,4 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    app()
+    app(prog_name="mule")

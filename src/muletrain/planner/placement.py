@@ -171,6 +171,8 @@ def _what_would_fit(shape: ModelShape, run: Footprint, limits: Budget, best: Pla
     ]
     if run.micro_batch > 1:
         changes.append(("train.micro_batch: 1 with memory.activations: recompute", replace(unit, micro_batch=1)))
+    if run.loss_chunk > 256:
+        changes.append(("memory.loss_chunk: 256 with memory.activations: recompute", replace(unit, loss_chunk=256)))
     length = run.sequence_length // 2
     while length >= 256:
         changes.append(

@@ -85,7 +85,7 @@ class ParallelPlan(Value):
     workers: int
     device: Literal["cpu", "cuda"]
     peak_flops: float = 0.0
-    """Dense peak of one device in the compute dtype, FLOP/s, by the catalogue; 0: not known, utilisation is then not reported."""
+    """Dense peak of the slowest device in the compute dtype, FLOP/s; 0: not in the catalogue, no utilisation is reported."""
 
 
 class CheckpointPlan(Value):

@@ -2,7 +2,7 @@
 
 YAML 1.1 reads `1e-5` as a string, `010` as octal, `12:30` as base 60 and `on` as a boolean. The config room therefore loads
 every scalar as text, and the types here give it its meaning once, by the key's type. k is 1,000 in a count
-("10k steps", "393k tokens"; `64Ki` is 65,536) and 1,024 in a context length ("4k context" has meant 4,096 since there were any);
+("10k steps", "393k tokens"; `64Ki` is 65,536) and 1,024 in a context length ("4k context" has meant 4,096 since there are any);
 bytes go by their suffix.
 """
 
