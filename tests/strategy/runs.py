@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,7 +79,12 @@ def plan_of(run: Run, workers: int = 1) -> Plan:
         ),
         precision=PrecisionPlan(compute=run.compute, initial_loss_scale=65536.0),
         memory=MemoryPlan(
-            strategy=run.strategy, activations=run.activations, loss_chunk=24, gpu_limit=0, ledger=Ledger(items=())
+            strategy=run.strategy,
+            activations="recompute" if run.strategy == "streamed" else run.activations,  # all it has
+            loss_chunk=24,
+            gpu_limit=0,
+            host_limit=0,
+            ledger=Ledger(items=()),
         ),
         parallel=ParallelPlan(workers=workers, device="cpu"),
         checkpoint=CheckpointPlan(every=0, keep=1, resume="auto", model_dtype="fp32"),
@@ -95,7 +101,7 @@ def rows_of(window: int, vocab: int) -> list[MicroBatch]:
         cuts = sorted({0, LENGTH, *torch.randint(1, LENGTH, (2,), generator=generator).tolist()})
         ids = torch.randint(0, min(40, vocab), (1, LENGTH), generator=generator)
         labels = (ids * 7 + 3) % vocab
-        positions = torch.cat([torch.arange(b - a) for a, b in zip(cuts, cuts[1:], strict=False)])[None]
+        positions = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(cuts)])[None]
         padding = 0
         if row % 3 == 0:  # the last segment is padding
             labels[:, cuts[-2] :] = IGNORE
