@@ -85,8 +85,8 @@ def test_unknown_family_names_the_known() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden_size": None}, "its config has no hidden_size"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"hidden_size": None}, "model x: its config has no hidden_size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0 in its config; it must be a whole number of at least 1"),
         ({"vocab_size": "4096"}, "vocab_size is '4096'"),
         ({"num_key_value_heads": 4}, r"num_attention_heads \(6\) must be a multiple of num_key_value_heads \(4\)"),
         (

@@ -202,6 +202,7 @@ parallel: {workers: 0, device: gpu}
         (b"run_dir: r\ndata: {source: *.txt}\n", "recipe.yaml:2: not valid YAML: "),
         (b"a: 1\n---\nb: 2\n", "recipe.yaml:2: not valid YAML: but found another document"),
         (b"run_dir: \x01\n", "recipe.yaml: not valid YAML: unacceptable character"),
+        (b"a: " + b"[" * 5000, "recipe.yaml: nested too deeply to be a recipe"),
         (b"{[a]: 1}\n", "recipe.yaml:1: a key must be a word"),
     ],
 )
@@ -216,7 +217,7 @@ def test_a_star_is_explained(write: Any) -> None:
 
 def test_missing_recipe_and_folder(tmp_path: Path) -> None:
     assert problems(tmp_path / "no")[0].endswith(": there is no such recipe")
-    assert problems(tmp_path)[0].endswith("cannot read the recipe: Is a directory")
+    assert problems(tmp_path)[0].endswith(": cannot read the recipe: Is a directory")
 
 
 def test_tags_and_self_reference_are_refused(write: Any) -> None:

@@ -218,6 +218,11 @@ def test_problems_are_reported_together() -> None:
     assert problems({"train.tokens_per_step": 700}) == ("train.tokens_per_step: not near a whole number of micro-batches",)
 
 
+def test_a_card_limit_on_a_cpu_is_said_to_do_nothing() -> None:
+    plan = resolve(request({"memory.gpu_limit": GIB}), CPU)
+    assert reason(plan, "memory.gpu_limit") == "memory.gpu_limit has no effect: the run is on the CPU (memory.host_limit would)"
+
+
 def test_bf16_needs_ampere() -> None:
     assert (
         "bf16 needs compute capability 8.0, and Tesla T4 has less; use fp16"
@@ -306,7 +311,7 @@ def test_broken_folders(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     assert "cannot be read as JSON" in problems({"model.source": str(tmp_path)})[0]
     (tmp_path / "config.json").write_text("[]", encoding="utf-8")
-    assert "a model's config is a JSON object, and this is list" in problems({"model.source": str(tmp_path)})[0]
+    assert "config.json: a model's config is a JSON object, and this is list" in problems({"model.source": str(tmp_path)})[0]
 
 
 def test_hub_name_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

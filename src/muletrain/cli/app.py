@@ -27,6 +27,7 @@ class _Group(TyperGroup):
     """Turns what a verb raises into a message and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
+        """Runs the verb. Anything but a MuleError or Ctrl-C is a bug of ours and keeps its traceback."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:

@@ -157,6 +157,8 @@ def read_document(text: str, file: str) -> Document:
         return Document(problems=[f"{file}{line}: not valid YAML: {error.problem or error.context}{hint}"])
     except yaml.YAMLError as error:
         return Document(problems=[f"{file}: not valid YAML: {' '.join(str(error).split())}"])
+    except RecursionError:
+        return Document(problems=[f"{file}: nested too deeply to be a recipe"])
     if root is None:
         return Document(problems=[f"{file}: the recipe is empty; it needs at least run_dir, model.source and data.source"])
     if not isinstance(root, yaml.MappingNode):

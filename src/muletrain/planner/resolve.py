@@ -56,6 +56,8 @@ def resolve(request: RunConfig, machine: Machine, *, interactive: bool = False, 
     if problems or micro_batches is None:
         raise InputError(*problems)
     _note_batches(reasons, request, micro_batches, workers)
+    if request.memory.gpu_limit and device == "cpu":
+        reasons.append("memory.gpu_limit has no effect: the run is on the CPU (memory.host_limit would)")
     compiled = _compiled(request, device, reasons)
     run = Footprint(
         strategy="resident",
