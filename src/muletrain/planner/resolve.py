@@ -59,18 +59,7 @@ def resolve(request: RunConfig, machine: Machine, *, interactive: bool = False, 
     if request.memory.gpu_limit and device == "cpu":
         reasons.append("memory.gpu_limit has no effect: the run is on the CPU (memory.host_limit would)")
     compiled = _compiled(request, device, reasons)
-    run = Footprint(
-        strategy="resident",
-        activations="keep",
-        compute=request.precision.compute,
-        compiled=compiled,
-        device=device,
-        workers=workers,
-        micro_batch=request.train.micro_batch,
-        micro_batches=micro_batches,
-        sequence_length=request.data.sequence_length,
-        loss_chunk=request.memory.loss_chunk,
-    )
+    run = _footprint(request, device, workers, micro_batches, compiled)
     placement = place(model.shape, request.memory, run, budget(machine, device, workers, request.memory))
     reasons += placement.reasons
     return Plan(
@@ -155,6 +144,22 @@ def _peak_flops(machine: Machine, device: Device, workers: int, compute: str) ->
     if device == "cpu":
         return 0.0
     return min(gpu_peak(gpu.name, compute) or 0.0 for gpu in machine.gpus[:workers])
+
+
+def _footprint(request: RunConfig, device: Device, workers: int, micro_batches: int, compiled: bool) -> Footprint:
+    """What memory depends on; strategy and activations are placeholders that `place` goes through."""
+    return Footprint(
+        strategy="resident",
+        activations="keep",
+        compute=request.precision.compute,
+        compiled=compiled,
+        device=device,
+        workers=workers,
+        micro_batch=request.train.micro_batch,
+        micro_batches=micro_batches,
+        sequence_length=request.data.sequence_length,
+        loss_chunk=request.memory.loss_chunk,
+    )
 
 
 def _data(section: DataSection, asked: ModelSection, model: ModelPlan, machine: Machine, reasons: list[str]) -> DataPlan:
