@@ -11,9 +11,6 @@ SDPA segment by segment, which is the unpacked computation itself.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,6 +20,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 NAME = "muletrain"
+_SHARED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in varlen_attn.__kwdefaults__ else {}
+"""Before PyTorch 2.13 the varlen kernel took fewer key heads than query heads unasked. A constant, so that it compiles."""
 _HALF = (torch.bfloat16, torch.float16)
 _UNSUPPORTED = {
     "sliding_window": "a sliding window",
@@ -66,7 +65,8 @@ def segment_attention(
     batch, heads, length, _ = query.shape
     flat = tuple(t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     if dropout == 0.0 and _varlen_can(flat[0], flat[2]):
-        output = _varlen_kernel()(*flat, cu_seqlens, max_seqlen, scale)
+        bounds, longest = (cu_seqlens, cu_seqlens), (max_seqlen, max_seqlen)
+        output = varlen_attn(*flat, *bounds, *longest, scale=scale, window_size=(-1, 0), **_SHARED_HEADS)
     else:
         output = _by_segment(*flat, cu_seqlens, dropout, scale)
     return output.view(batch, length, heads, value.shape[-1]), None
@@ -94,23 +94,3 @@ def _by_segment(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, d
 def _varlen_can(query: Tensor, value: Tensor) -> bool:
     head_dim = query.shape[-1]
     return query.is_cuda and query.dtype in _HALF and value.shape[-1] == head_dim <= 256 and head_dim % 8 == 0
-
-
-@lru_cache(maxsize=1)
-def _varlen_kernel() -> Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]:
-    """PyTorch's varlen kernel behind one signature; its keywords changed between 2.10 and 2.13."""
-    known = inspect.signature(varlen_attn).parameters
-    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    takes_scale, takes_gqa = "scale" in known, "enable_gqa" in known
-
-    def call(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float) -> Tensor:
-        options = dict(causal)
-        if takes_scale:
-            options["scale"] = scale
-        else:
-            query = query * (scale * query.shape[-1] ** 0.5)
-        if takes_gqa and query.shape[1] != key.shape[1]:
-            options["enable_gqa"] = True
-        return varlen_attn(query, key, value, bounds, bounds, longest, longest, **options)  # type: ignore[no-any-return]
-
-    return call
