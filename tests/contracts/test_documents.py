@@ -62,9 +62,8 @@ def script(path: Path) -> str:
     "path", [path for path in DOCUMENTS if path.name != "README.zh.md" and runnable(path)], ids=lambda p: p.name
 )
 def test_the_commands_of_the_page_run(path: Path, tmp_path: Path) -> None:
-    for name in ("README.md", "README.zh.md", "docs", "recipes"):
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, tmp_path / name)
+    for name in ("src", "recipes"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     tools = Path(sys.executable).parent
     environment = os.environ | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "MULETRAIN_CACHE": str(tmp_path / "cache")}
     result = subprocess.run(
