@@ -6,9 +6,13 @@ waits in a collective for it; torch is imported once, here, and the workers are 
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -34,20 +38,29 @@ def command(
     ] = 0,
 ) -> None:
     """Train a model as a recipe says; the same command continues a run that stopped."""
-    from muletrain.config.environment import torchrun_place
     from muletrain.config.load import load_recipe
-    from muletrain.launch.run_folder import locked, prepare_run_folder, write_inputs
+
+    raise typer.Exit(train(load_recipe(recipe, overrides or ()), stop_after=stop_after, profile_steps=profile_steps))
+
+
+def train(request: RunConfig, *, stop_after: int = 0, profile_steps: int = 0, measure_only: bool = False) -> int:
+    """A whole session; its exit code. `measure_only`: neither evaluates nor saves. Raises MuleError."""
+    from muletrain.config.environment import torchrun_place
+    from muletrain.launch.run_folder import locked, prepare_run_folder, space_warning, write_inputs
 
     place = torchrun_place()
-    request = load_recipe(recipe, overrides or ())
     plan, machine = _decide(request, place)
+    options = {"stop_after": stop_after, "profile_steps": profile_steps, "measure_only": measure_only}
     folder = Path(plan.run_dir)
-    if place is not None and place.rank != 0:
-        raise typer.Exit(_run(plan, place, stop_after, profile_steps, quiet=True))
+    if place is not None and place.rank != 0:  # the folder is worker 0's to check, and may not be there yet
+        return _run(plan, place, options, quiet=True)
     prepare_run_folder(folder, plan.checkpoint.resume)
     with locked(folder):
         write_inputs(folder, request, machine, plan)
-        raise typer.Exit(_run(plan, place, stop_after, profile_steps, quiet=plan.log.console == "quiet"))
+        warning = None if measure_only else space_warning(folder, plan)
+        if warning:
+            typer.echo(f"warning: {warning}", err=True)
+        return _run(plan, place, options, quiet=plan.log.console == "quiet")
 
 
 def _decide(request: RunConfig, place: WorkerPlace | None) -> tuple[Plan, Machine]:
@@ -81,25 +94,43 @@ def _with_peak(plan: Plan, machine: Machine) -> Plan:
     return plan.model_copy(update={"parallel": plan.parallel.model_copy(update={"peak_flops": peak})})
 
 
-def _run(plan: Plan, place: WorkerPlace | None, stop_after: int, profile_steps: int, *, quiet: bool) -> int:
+def _run(plan: Plan, place: WorkerPlace | None, options: dict[str, int], *, quiet: bool) -> int:
     """Data, then workers; the exit code."""
-    from muletrain.launch.run_folder import space_warning
-
     if not quiet:
         _show(plan)
-    warning = space_warning(Path(plan.run_dir), plan)
-    if warning:
-        typer.echo(f"warning: {warning}", err=True)
-    data = _prepare(plan, quiet=quiet)
+    with _stoppable():
+        data = _prepare(plan, quiet=quiet)
 
     from muletrain.launch import local
     from muletrain.train.build import Session
     from muletrain.train.worker import run_worker
 
-    session = Session(data.folder, stop_after, profile_steps)
+    session = Session(data.folder, options["stop_after"], options["profile_steps"], bool(options["measure_only"]))
     if place is not None:
-        return run_worker(plan, place, session)
+        return _leave(run_worker(plan, place, session))
     return local.run(lambda own: run_worker(plan, own, session), plan.parallel.workers)
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends a torchrun worker at once, all its work written: at interpreter exit c10d's threads sometimes abort the process."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """A SIGTERM while data is prepared: there is nothing to save, and what is prepared so far is found again."""
+    from muletrain.spec.errors import StoppedError
+
+    def stop(_number: int, _frame: object) -> None:
+        raise StoppedError("stopped while preparing data; the same command goes on where it was")
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _show(plan: Plan) -> None:
@@ -118,12 +149,14 @@ def _show(plan: Plan) -> None:
 
 
 def _prepare(plan: Plan, *, quiet: bool) -> Prepared:
-    """The data set, made or found, and what it holds."""
+    """The data set and its rows, made or found, and what it holds: before any worker waits for another."""
+    from muletrain.data.pack import row_table
     from muletrain.data.prepare import prepare
     from muletrain.data.report import report_lines
 
     prepared = prepare(plan.data)
+    row_table(prepared, "train", plan.data.sequence_length, plan.data.packing, plan.train.seed)
     if not quiet:
-        for line in report_lines(prepared):
+        for line in report_lines(prepared, plan.data.sequence_length, plan.data.packing):
             typer.echo(line)
     return prepared

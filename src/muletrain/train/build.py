@@ -40,6 +40,8 @@ class Session:
     """Updates after which to save and stop, as a signal would; 0: no."""
     profile_steps: int = 0
     """Steps to profile on GPUs for the communication share; 0: none."""
+    measure_only: bool = False
+    """Neither evaluate nor save: a benchmark leaves no model."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +110,10 @@ def build_hooks(run: Run, parts: Parts, session: Session, log: Log) -> list[Hook
     evaluation = Evaluation(batches, text_bytes, log)
     on_disk = (run.progress.update, run.progress.window) if run.resumed else None
     profile = CommunicationProfile(session.profile_steps)
+    lasting = [evaluation, Checkpointing(folder / CHECKPOINTS, parts.write_model, log, on_disk)]
     return [
         Events(log),
-        evaluation,
-        Checkpointing(folder / CHECKPOINTS, parts.write_model, log, on_disk),
+        *([] if session.measure_only else lasting),
         profile,
         Record(folder / RECORD, log, evaluation, profile),
     ]

@@ -31,7 +31,7 @@ _COLLECTIVE_TIMEOUT = timedelta(hours=2)
 
 
 def run_worker(plan: Plan, place: WorkerPlace, session: Session) -> int:
-    """Trains as the plan says; returns 0 (finished) or 75 (saved after a signal, or after session.stop_after updates).
+    """Trains as the plan says; returns 0 (finished, measured) or 75 (saved after a signal or session.stop_after updates).
 
     Call before CUDA is initialised in this process. Raises MuleError for what a user can mend, anything else for our bugs.
     """
@@ -80,7 +80,8 @@ def _session(plan: Plan, place: WorkerPlace, session: Session, device: torch.dev
         f"{format_duration(run.meter.step_seconds)}, {run.meter.tokens_per_s:,.0f} tokens/s"
         + ("; the same command continues" if outcome == "stopped" else "")
     )
-    return EXIT_STOPPED if outcome == "stopped" else EXIT_DONE
+    measured = session.measure_only and run.progress.update - run.started_at >= session.stop_after > 0
+    return EXIT_STOPPED if outcome == "stopped" and not measured else EXIT_DONE
 
 
 def _position(plan: Plan, place: WorkerPlace, parts: Parts, log: Log) -> tuple[Progress, bool]:

@@ -1,0 +1,89 @@
+"""`mule bench`: measurements of training itself. `scaling`: the same work on several worker counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+PROFILED_STEPS = 3
+"""Steps profiled on several GPUs; they come right after the first three, and none of these counts for speed."""
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure.")
+
+
+@app.callback()
+def bench() -> None:
+    """Measure."""
+
+
+@app.command()
+def scaling(
+    recipe: Annotated[
+        Path | None, typer.Argument(metavar="[RECIPE]", help="A recipe; not needed with --runs.", show_default=False)
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe.", show_default=False)
+    ] = None,
+    workers: Annotated[str, typer.Option(help="Worker counts, e.g. 1,2,4.")] = "1,2",
+    steps: Annotated[
+        int, typer.Option(min=1, help="Steps to measure on each count; a few more run first and do not count.")
+    ] = 20,
+    output: Annotated[
+        Path | None, typer.Option(help="Where run folders and scaling.json, scaling.md go. Default: run_dir with -scaling.")
+    ] = None,
+    runs: Annotated[
+        list[Path] | None, typer.Option(help="Make the table from run folders that have ended instead (repeat the option).")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+) -> None:
+    """Train the same recipe on several numbers of workers and show speed, memory and communication side by side."""
+    from muletrain.bench.scaling import markdown, save_table, table_of
+    from muletrain.spec.errors import InputError
+
+    if (recipe is None) == (not runs):
+        raise InputError("mule bench scaling: give a recipe to run, or --runs with folders of runs that have ended (not both)")
+    if recipe is not None:
+        folder, folders, drop = _measure(recipe, overrides or [], _counts(workers), steps, output, quiet=json)
+        table = table_of(folders, drop)
+    else:
+        folders = runs or []
+        table, folder = table_of(folders), output or folders[0]
+    paths = save_table(table, folder)
+    if json:
+        typer.echo(table.to_json(), nl=False)
+    else:
+        typer.echo("\n" + markdown(table) + f"\nsaved: {paths[0]}, {paths[1]}")
+
+
+def _counts(text: str) -> list[int]:
+    from muletrain.spec.errors import InputError
+
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise InputError(f"--workers: {text!r} is no list of worker counts; write it like 1,2,4")
+    return sorted({int(word) for word in words})
+
+
+def _measure(
+    recipe: Path, overrides: list[str], counts: list[int], steps: int, output: Path | None, *, quiet: bool
+) -> tuple[Path, list[Path], int]:
+    """(folder, run folders, first steps that do not count)."""
+    from muletrain.bench.scaling import DROPPED, measure
+    from muletrain.cli.train import train
+    from muletrain.config.load import load_recipe
+
+    request = load_recipe(recipe, overrides)
+    folder = output or Path(f"{request.run_dir.rstrip('/')}-scaling")
+    on_gpus = request.parallel.device != "cpu" and max(counts) > 1
+    drop = DROPPED + 1 + PROFILED_STEPS if on_gpus else DROPPED
+
+    def start(count: int, run_dir: Path) -> int:
+        if not quiet:
+            typer.echo(f"{count} worker{'s' if count > 1 else ''}: {steps + drop} steps")
+        own = [*overrides, f"parallel.workers={count}", f"run_dir={run_dir}", "log.console=quiet", "log.every=1"]
+        return train(
+            load_recipe(recipe, own), stop_after=steps + drop, profile_steps=PROFILED_STEPS if on_gpus else 0, measure_only=True
+        )
+
+    return folder, measure(start, counts, folder), drop

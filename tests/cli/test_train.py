@@ -1,0 +1,193 @@
+"""`mule train` as a user types it: what is found before loading, what is written, how it stops and goes on."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from muletrain.cli.app import app
+from muletrain.cli.train import _decide, train
+from muletrain.config.load import load_recipe
+from muletrain.spec.errors import EXIT_DONE, EXIT_INPUT, EXIT_STOPPED, InputError
+from muletrain.spec.machine import Machine
+from muletrain.spec.place import WorkerPlace
+from muletrain.spec.plan import Plan
+from tests.cli.training import command, mule, write_recipe
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory) -> Path:
+    """A recipe that all quick tests read; each takes a run folder of its own."""
+    return write_recipe(tmp_path_factory.mktemp("recipe"))
+
+
+def _quiet(recipe: Path, run_dir: Path, *changes: str) -> int:
+    """In this process: torch is imported already, and the workers are forked from here."""
+    return train(load_recipe(recipe, [f"run_dir={json.dumps(str(run_dir))}", "log.console=quiet", *changes]))
+
+
+def test_a_run_stops_goes_on_elsewhere_and_leaves_a_whole_folder(tmp_path):
+    recipe = write_recipe(tmp_path)
+    first = mule("train", recipe, "--stop-after", 3)
+    assert first.returncode == EXIT_STOPPED, first.stderr
+    assert "plan: " in first.stdout and "data: 40 rows read" in first.stdout and "packing concat at 32" in first.stdout
+    assert "saved checkpoints/step-00000003" in first.stdout
+    second = mule("train", recipe, "parallel.workers=3")
+    assert second.returncode == EXIT_DONE, second.stderr
+    assert "resumes from step-00000003: update 3, window 3" in second.stdout
+    assert "parallel.workers was 2, is now 3: the same updates" in second.stdout
+    run = tmp_path / "run"
+    names = {"request.yaml", "machine.json", "plan.json", "events.jsonl", "record.json", "checkpoints"}
+    assert names <= {child.name for child in run.iterdir()}
+    assert load_recipe(run / "request.yaml") == load_recipe(recipe, ["parallel.workers=3"])
+    assert Plan.load(run / "plan.json").parallel.workers == 3
+    assert Machine.load(run / "machine.json").cores >= 1
+
+
+def test_O04_two_runs_at_once_on_one_box(tmp_path, shared):
+    both = [
+        subprocess.Popen(
+            command("train", shared, f"run_dir={tmp_path / name}"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
+        for name in ("a", "b")
+    ]
+    for process in both:
+        _, said = process.communicate(timeout=120)
+        assert process.returncode == EXIT_DONE, said
+    losses = [[json.loads(line).get("loss") for line in (tmp_path / name / "events.jsonl").open()] for name in ("a", "b")]
+    assert losses[0] == losses[1]
+
+
+def test_C08_a_run_folder_may_have_spaces_other_letters_and_links(tmp_path, shared):
+    real = tmp_path / "real"
+    real.mkdir()
+    (tmp_path / "link").symlink_to(real)
+    assert _quiet(shared, tmp_path / "link" / "my runs" / "骡子 один", "train.steps=1") == EXIT_DONE
+    assert (real / "my runs" / "骡子 один" / "checkpoints" / "step-00000001" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda path: path.write_text("x"), "is a file; choose a folder"),
+        (lambda path: path.symlink_to(path.parent / "gone"), "is a symbolic link to nothing"),
+    ],
+)
+def test_C08_a_bad_run_folder_is_found_before_anything_is_loaded(tmp_path, shared, monkeypatch, make, words):
+    monkeypatch.setattr("muletrain.data.prepare.prepare", lambda *_: pytest.fail("went on to the data"))
+    make(tmp_path / "bad")
+    for run_dir in (tmp_path / "bad", tmp_path / "bad" / "inside"):
+        with pytest.raises(InputError, match=words):
+            _quiet(shared, run_dir)
+
+
+def test_C08_a_folder_that_cannot_be_written_is_named(shared):
+    with pytest.raises(InputError, match=r"run_dir: /proc/runs cannot be written .*choose a folder that you may write to"):
+        _quiet(shared, Path("/proc/runs"))
+
+
+def test_resume_never_and_require_mean_what_they_say(tmp_path, shared):
+    with pytest.raises(InputError, match=r"has no checkpoint to resume from, and checkpoint.resume=require"):
+        _quiet(shared, tmp_path / "new", "checkpoint.resume=require")
+    assert _quiet(shared, tmp_path / "used", "train.steps=1", "parallel.workers=1") == EXIT_DONE
+    with pytest.raises(InputError, match=r"already holds checkpoints and checkpoint.resume=never"):
+        _quiet(shared, tmp_path / "used", "checkpoint.resume=never")
+
+
+def test_R10_a_run_folder_with_only_broken_checkpoints_is_refused(tmp_path, shared):
+    (tmp_path / "checkpoints" / "step-00000003").mkdir(parents=True)
+    with pytest.raises(InputError, match="none of its checkpoints is complete"):
+        _quiet(shared, tmp_path)
+
+
+_HOLDER = """
+import sys, time
+from pathlib import Path
+from muletrain.launch.run_folder import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_C08_a_folder_of_a_live_run_is_refused_and_free_again_when_it_dies(tmp_path, shared):
+    holder = subprocess.Popen([sys.executable, "-c", _HOLDER, str(tmp_path)], stdout=subprocess.PIPE)
+    assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+    with pytest.raises(InputError, match=rf"is in use by a live run \(process {holder.pid}\)"):
+        _quiet(shared, tmp_path)
+    holder.kill()
+    holder.wait()
+    assert _quiet(shared, tmp_path, "train.steps=1", "parallel.workers=1") == EXIT_DONE
+
+
+def test_D11_no_process_group_waits_while_data_is_prepared(tmp_path, shared, monkeypatch):
+    import torch.distributed as dist
+
+    from muletrain.data import prepare as room
+
+    real, seen = room.prepare, []
+
+    def slow(*arguments):
+        seen.append(dist.is_initialized())
+        time.sleep(0.5)
+        return real(*arguments)
+
+    monkeypatch.setattr(room, "prepare", slow)
+    monkeypatch.setattr("muletrain.train.worker._COLLECTIVE_TIMEOUT", timedelta(seconds=0.4))
+    assert _quiet(shared, tmp_path) == EXIT_DONE
+    assert seen == [False], "once, in the launcher, before any worker is there"
+
+
+def test_O06_sigterm_while_data_is_prepared_is_a_stop_not_a_failure(tmp_path, shared, monkeypatch):
+    from muletrain.data import prepare as room
+
+    monkeypatch.setattr(room, "prepare", lambda *_: signal.raise_signal(signal.SIGTERM))
+    result = CliRunner().invoke(app, ["train", str(shared), f"run_dir={tmp_path / 'run'}"])
+    assert result.exit_code == EXIT_STOPPED
+    assert "stopped while preparing data; the same command goes on" in result.output
+
+
+def test_a_users_mistake_is_a_message_and_exit_code_2(tmp_path, shared):
+    result = CliRunner().invoke(app, ["train", str(shared), "train.stps=3"])
+    assert result.exit_code == EXIT_INPUT
+    assert "train.steps" in result.output
+
+
+def test_C02_too_little_space_is_said_at_the_start(tmp_path, shared, monkeypatch, capsys):
+    from types import SimpleNamespace
+
+    from muletrain.launch import run_folder
+
+    monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    assert _quiet(shared, tmp_path, "train.steps=1", "parallel.workers=1") == EXIT_DONE
+    assert "warning: checkpoints need" in capsys.readouterr().err
+
+
+def test_torchrun_decides_the_number_of_workers(shared):
+    place = WorkerPlace(rank=1, workers=4, local_rank=1, local_workers=4, rendezvous="env://")
+    with pytest.raises(InputError, match=r"parallel.workers: 2, but torchrun started 4"):
+        _decide(load_recipe(shared), place)
+    plan, _ = _decide(load_recipe(shared, ["parallel.workers=auto"]), place)
+    assert plan.parallel.workers == 4
+
+
+def test_torchrun_workers_run_in_its_processes(tmp_path, shared):
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", *command()]
+    run = subprocess.run(
+        [*line, "train", str(shared), f"run_dir={tmp_path}", "train.steps=2"],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert run.returncode == EXIT_DONE, run.stderr
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "events.jsonl").open()]
+    assert kinds == ["start", "step", "step", "evaluation", "checkpoint", "end"], "written once, by worker 0"
