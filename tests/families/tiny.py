@@ -77,7 +77,7 @@ def model_plan(folder: Path, weights: Literal["pretrained", "random"] = "pretrai
     config = AutoConfig.from_pretrained(folder)
     model = AutoModelForCausalLM.from_config(config)
     heads = config.num_attention_heads
-    matmul = sum(p.numel() for p in model.parameters() if p.ndim == 2)
+    blocks = model.base_model.get_submodule(_LAYERS[config.model_type])
     shape = ModelShape(
         name=folder.name,
         family=config.model_type,
@@ -91,8 +91,8 @@ def model_plan(folder: Path, weights: Literal["pretrained", "random"] = "pretrai
         tied=config.tie_word_embeddings,
         max_positions=config.max_position_embeddings,
         parameters=sum(p.numel() for p in model.parameters()),
-        block_parameters=sum(p.numel() for p in model.base_model.get_submodule(_LAYERS[config.model_type])[0].parameters()),
-        matmul_parameters=matmul - (0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size),
+        block_parameters=sum(p.numel() for p in blocks[0].parameters()),
+        matmul_parameters=sum(p.numel() for p in blocks.parameters() if p.ndim == 2) + config.vocab_size * config.hidden_size,
     )
     return ModelPlan(source=str(folder), config=config.to_dict(), weights=weights, shape=shape)
 

@@ -87,6 +87,14 @@ def test_P02_what_it_cannot_compute_is_refused(name: str) -> None:
         _attend(*_qkv(1, 4), **{name: 4})
 
 
+def test_P02_attention_that_looks_ahead_is_refused() -> None:
+    module = nn.Identity()
+    module.is_causal = False
+    for target, kwargs in ((module, {}), (nn.Identity(), {"is_causal": False})):
+        with pytest.raises(ValueError, match="Identity looks ahead"):
+            segment_attention(target, *_qkv(1, 4), None, **kwargs)
+
+
 def test_P02_a_mask_is_refused() -> None:
     with pytest.raises(ValueError, match="takes no mask"):
         segment_attention(nn.Identity(), *_qkv(1, 4), torch.ones(1, 1, 4, 4))

@@ -38,6 +38,12 @@ def test_config_is_read_from_the_source_where_the_plan_has_none(tmp_path: Path) 
     assert len(build_on_meta(plan, dtype=torch.float32, loss_chunk=8).layers) == 2
 
 
+def test_a_source_without_a_config_is_named(tmp_path: Path) -> None:
+    plan = model_plan(tiny_llama(tmp_path)).model_copy(update={"config": {}, "source": str(tmp_path / "none")})
+    with pytest.raises(InputError, match=r"the config of .*none cannot be read"):
+        build_on_meta(plan, dtype=torch.float32, loss_chunk=8)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -65,6 +71,16 @@ def test_fields_of_the_sources_own_file_are_let_pass(tmp_path: Path) -> None:
         ({"model_type": "granite", "logits_scaling": 8.0}, r"granite cannot be trained here: .*logits_scaling"),
         ({"model_type": "t5"}, r"t5 cannot be trained here: it is not decoder-only"),
         ({"model_type": "bloom"}, r"bloom cannot be trained here: .*ALiBi"),
+        ({"model_type": "falcon", "num_hidden_layers": 2}, r"falcon computes attention in its own way"),
+        ({"model_type": "stablelm", "num_hidden_layers": 2}, r"stablelm mixes positions in its own way"),
+        ({"model_type": "recurrent_gemma", "num_hidden_layers": 2}, r"recurrent_gemma (cannot|mixes)"),
+        ({"model_type": "llama4_text", "num_hidden_layers": 2}, r"llama4_text cannot be trained here: .*chunked_attention"),
+        ({"model_type": "bert", "num_hidden_layers": 2}, r"bert has more than a linear head"),
+        ({"model_type": "deepseek_v3", "num_hidden_layers": 4}, r"deepseek_v3 keeps state in buffers \(.*bias\)"),
+        (
+            {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}},
+            r"llama cannot .*: its weights are quantized",
+        ),
         ({"model_type": "gpt_oss"}, r"gpt_oss cannot be trained here: .*sinks"),
     ],
 )

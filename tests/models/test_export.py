@@ -89,6 +89,7 @@ def test_C10_index_names_every_tensor_and_the_size(tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in stored.values())
     assert index["metadata"]["total_parameters"] == model_plan(source).shape.parameters
     assert not list(saved.glob("*.part"))
+    assert len({path.stat().st_mode for path in saved.iterdir()}) == 1  # whoever may read the config may read the weights
 
 
 def test_only_one_shard_is_held_and_buffers_may_be_used_again(tmp_path: Path) -> None:

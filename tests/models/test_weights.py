@@ -111,6 +111,14 @@ def test_pickle_files_are_not_read(tmp_path: Path) -> None:
         _source(folder)
 
 
+@pytest.mark.parametrize("source", ["/no/such/folder", "no such name"])
+def test_a_source_that_is_nowhere_is_named(source: str, tmp_path: Path) -> None:
+    plan = model_plan(tiny_llama(tmp_path))
+    model = build_on_meta(plan, dtype=torch.float32, loss_chunk=8)
+    with pytest.raises(InputError, match=rf"model\.source: {source} is no folder here"):
+        open_weights(plan.model_copy(update={"source": source}), model, 0)
+
+
 def test_lost_shard_is_named(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path)
     index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}

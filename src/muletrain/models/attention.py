@@ -20,8 +20,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 NAME = "muletrain"
-_SHARED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in varlen_attn.__kwdefaults__ else {}
-"""Before PyTorch 2.13 the varlen kernel took fewer key heads than query heads unasked. A constant, so that it compiles."""
+_SHARED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in (varlen_attn.__kwdefaults__ or ()) else {}
+"""The varlen kernel shares key heads among query heads; from PyTorch 2.13 on it wants to be told so."""
 _HALF = (torch.bfloat16, torch.float16)
 _UNSUPPORTED = {
     "sliding_window": "a sliding window",
@@ -59,16 +59,18 @@ def segment_attention(
     for name, what in _UNSUPPORTED.items():
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(module).__name__} asks for {what}, which segment attention does not compute")
+    if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
+        raise ValueError(f"{type(module).__name__} looks ahead, which segment attention does not compute")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if cu_seqlens is None or cu_seqlens.numel() == 0:
         return _causal(query, key, value, dropout, scale).transpose(1, 2).contiguous(), None
     batch, heads, length, _ = query.shape
-    flat = tuple(t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
-    if dropout == 0.0 and _varlen_can(flat[0], flat[2]):
-        bounds, longest = (cu_seqlens, cu_seqlens), (max_seqlen, max_seqlen)
-        output = varlen_attn(*flat, *bounds, *longest, scale=scale, window_size=(-1, 0), **_SHARED_HEADS)
+    query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    if dropout == 0.0 and _varlen_can(query, value):
+        causal: dict[str, Any] = {"scale": scale, "window_size": (-1, 0), **_SHARED_HEADS}
+        output: Any = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **causal)
     else:
-        output = _by_segment(*flat, cu_seqlens, dropout, scale)
+        output = _by_segment(query, key, value, cu_seqlens, dropout, scale)
     return output.view(batch, length, heads, value.shape[-1]), None
 
 

@@ -34,23 +34,37 @@ def build_on_meta(model: ModelPlan, *, dtype: torch.dtype, loss_chunk: int) -> C
     return CausalModel(build_hf(config, dtype), loss_chunk)
 
 
-def build_hf(config: Any, dtype: torch.dtype) -> nn.Module:
-    """The Transformers causal LM of a config on the meta device, in training mode, with our attention."""
+def build_hf(config: Any, dtype: torch.dtype) -> Any:
+    """The Transformers causal LM of a config on the meta device, in training mode, with our attention.
+
+    Raises InputError, naming the family, where its code would not go through our attention or our loss.
+    """
     attention.register()
-    with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype, attn_implementation=attention.NAME)
-    if not hf._supports_attention_backend:
-        raise InputError(f"model.source: {config.model_type} computes attention in its own way, so packed documents would mix")
-    kept = [name for name, _ in hf.named_buffers() if name in hf.state_dict()]
+    family = config.model_type
+    try:
+        with torch.device("meta"):
+            hf = AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype, attn_implementation=attention.NAME)
+    except KeyError as error:  # a table of attention classes of its own
+        raise InputError(f"model.source: {family} computes attention in its own way, so packed documents would mix") from error
+    if not hf._supports_attention_backend or any(isinstance(module, nn.Conv1d) for module in hf.modules()):
+        raise InputError(f"model.source: {family} mixes positions in its own way, so packed documents would mix")
+    if {id(child) for child in hf.children()} != {id(hf.base_model), id(hf.get_output_embeddings())}:
+        raise InputError(
+            f"model.source: {family} has more than a linear head after its blocks, which the loss here would leave out"
+        )
+    kept = sorted(set(dict(hf.named_buffers())) & set(hf.state_dict()))
     if kept:
-        raise InputError(f"model.source: {config.model_type} keeps state in buffers ({kept[0]}), which is not trained here")
-    return hf.train()  # type: ignore[no-any-return]
+        raise InputError(f"model.source: {family} keeps state in buffers ({kept[0]}), which is not trained here")
+    return hf.train()
 
 
 def load_config(model: ModelPlan) -> Any:
     """The Hugging Face configuration of a plan. Raises InputError naming an unknown family or field, or a wrong value."""
     if not model.config:
-        return AutoConfig.from_pretrained(model.source)
+        try:
+            return AutoConfig.from_pretrained(model.source)
+        except (OSError, ValueError) as error:
+            raise InputError(f"model.source: the config of {model.source} cannot be read: {error}") from error
     fields = dict(model.config)
     family = fields.pop("model_type", "")
     if family not in CONFIG_MAPPING:
@@ -74,8 +88,16 @@ def _refuse_unknown_fields(default: Any, fields: dict[str, Any], source: str) ->
         )
 
 
-_OLD_FIELDS = {"rope_theta", "rope_scaling", "torch_dtype", "head_dim", "transformers_version", "architectures"}
-"""Written by earlier versions of Transformers and still understood."""
+_OLD_FIELDS = {
+    "quantization_config",
+    "rope_theta",
+    "rope_scaling",
+    "torch_dtype",
+    "head_dim",
+    "transformers_version",
+    "architectures",
+}
+"""Understood without being declared: what earlier versions of Transformers wrote, and what quantizers add."""
 
 
 def _suggestion(word: str, known: Iterable[str]) -> str:
@@ -87,6 +109,9 @@ def refuse_unsupported(config: Any) -> None:
     """Raises InputError, naming the family and all reasons, where attention or loss would differ from the model's own."""
     reasons = []
     window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None) or []
+    other = sorted(set(types) - {"full_attention", "sliding_attention"})
+    if other:
+        reasons.append(f"it has layers of kind {', '.join(other)}")
     if "sliding_attention" in types or (window and not types and window < config.max_position_embeddings):
         reasons.append(f"its attention has a sliding window of {window}")
     if getattr(config, "attn_logit_softcapping", None):
@@ -95,6 +120,8 @@ def refuse_unsupported(config: Any) -> None:
         reasons.append("it has ALiBi position biases")
     if config.model_type == "gpt_oss":
         reasons.append("its attention has sinks")
+    if getattr(config, "quantization_config", None):
+        reasons.append("its weights are quantized")
     if getattr(config, "is_encoder_decoder", False):
         reasons.append("it is not decoder-only")
     for field in ("final_logit_softcapping", "logit_scale", "logits_scaling"):

@@ -64,8 +64,8 @@ def save_model_folder(
             pass
         return
     folder.mkdir(parents=True, exist_ok=True)
-    _write_weights(folder, tensors, dtype, shard_bytes)
     _write_config(folder, config, dtype)
+    _write_weights(folder, tensors, dtype, shard_bytes)
     _write_generation_config(folder, config, generation_from)
     if tokenizer_folder is not None:
         copy_tokenizer(tokenizer_folder, folder)
@@ -109,6 +109,7 @@ def _write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: t
     def put_down() -> None:
         path = folder / f"shard-{len(shards) + 1:05d}.part"  # final names carry the number of shards, not known yet
         save_file(held, path, metadata={"format": "pt"})
+        path.chmod((folder / "config.json").stat().st_mode)  # safetensors lets only the owner read its files
         shards.append((path, list(held)))
         held.clear()
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -176,3 +176,5 @@ def _fetch(source: str, filename: str) -> Path | None:
         return Path(hf_hub_download(source, filename))
     except EntryNotFoundError:
         return None
+    except (HFValidationError, HfHubHTTPError, OSError) as error:
+        raise InputError(f"model.source: {source} is no folder here and cannot be fetched by that name: {error}") from error
