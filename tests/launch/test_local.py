@@ -101,7 +101,7 @@ def test_a_workers_own_error_comes_back_as_itself(error):
 def test_a_crash_and_a_wordless_exit_are_named():
     with pytest.raises(WorkerFailedError, match="worker 0 of 1 died of signal SIGUSR1"):
         local.run(lambda place: os.kill(os.getpid(), signal.SIGUSR1) or 0, 1)
-    with pytest.raises(WorkerFailedError, match="exit code 9"):
+    with pytest.raises(WorkerFailedError, match="exit code 9 and no message; what it printed last is above"):
         local.run(lambda place: 9, 1)
 
 

@@ -1,1 +1,1 @@
-
+"""Starting workers, and the folder that a run lives in."""

@@ -1,1 +1,1 @@
-
+"""Measuring: speed, memory, communication, and the file that events go to."""

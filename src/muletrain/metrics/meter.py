@@ -66,7 +66,7 @@ def model_flops_utilisation(
 
 
 def hardware_over_model_flops(shape: ModelShape, sequence_length: int, recompute: bool) -> float:
-    """FLOPs that are computed over those that the model needs: recomputation runs the blocks' forward, not the head's, twice."""
+    """FLOPs that are computed over those that the model needs: recompute runs the forward of blocks twice, not the head's."""
     if not recompute:
         return 1.0
     total = shape.flops_a_token(sequence_length)
