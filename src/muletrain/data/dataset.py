@@ -167,7 +167,7 @@ def open_prepared(folder: Path) -> Prepared:
         raise InputError(
             f"{folder / MANIFEST}: schema_version {manifest.schema_version} is not {SCHEMA_VERSION}; prepare it again"
         )
-    sizes = {}
+    sizes: dict[str, int] = {}
     for name in SPLITS:
         counts = manifest.split(name)
         sizes |= {shard.name: shard.tokens * manifest.token_bytes for shard in counts.shards}

@@ -130,7 +130,8 @@ class PieceReader:
                 self.rows += 1
                 yield Bad(self.lines, f"the row is {length:,} bytes long, over the limit of {ROW_LIMIT_BYTES:,}; split it")
             else:
-                yield from self._line(line.removeprefix(_BOM) if offset == 0 else line, offset)
+                body = line.removeprefix(_BOM) if offset == 0 else line
+                yield from self._line(body, offset + len(line) - len(body))
             offset += length
 
     def _line(self, line: bytes, offset: int) -> Iterator[Document | Bad]:

@@ -29,6 +29,7 @@ HEAD_BYTES = 1 << 16
 _ROW_SUFFIXES = (".json", ".jsonl", ".ndjson")
 _PACKED_SUFFIXES = (".gz", ".zst")
 _BOM = b"\xef\xbb\xbf"
+_CONTROL = bytes({*range(32), 127} - set(b"\t\n\v\f\r\b\x1b"))
 _HASH_CHUNK_BYTES = 1 << 20
 
 
@@ -136,12 +137,13 @@ def classify(path: str, head: bytes, text_key: str) -> Form:
     wide = _wide_encoding(head)
     if wide:
         return wide
-    if b"\0" in head[:8192] or head.decode("utf-8", "replace").count("\ufffd") > max(8, len(head) // 10):
-        return "binary"
     text = head.removeprefix(_BOM).decode("utf-8", "replace")
-    name = path.removesuffix(".gz").removesuffix(".zst")
-    if not name.endswith(_ROW_SUFFIXES) and not _starts_with_row(text, text_key):
-        return "text"
+    if not path.removesuffix(".gz").removesuffix(".zst").endswith(_ROW_SUFFIXES):
+        # Bytes that are not UTF-8 alone make no binary file: text in another encoding must be named, not skipped.
+        if b"\0" in head or len(head.translate(None, _CONTROL)) < len(head) * 0.95:
+            return "binary"
+        if not _starts_with_row(text, text_key):
+            return "text"
     return _row_form(text, whole=len(head) < HEAD_BYTES)
 
 

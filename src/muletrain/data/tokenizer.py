@@ -97,7 +97,7 @@ def load_tokenizer(source: str) -> TextTokenizer:
     unknown = {getattr(backend.model, "unk_token", None), _content(sides["tokenizer_config.json"].get("unk_token"))}
     added = backend.get_added_tokens_decoder()
     reserved = {number: token.content for number, token in added.items() if token.special and token.content not in unknown}
-    reserved |= {number: backend.id_to_token(number) for number in (*prefix, eos)}
+    reserved |= {number: str(backend.id_to_token(number)) for number in (*prefix, eos)}
     vocabulary = max(backend.get_vocab(with_added_tokens=True).values()) + 1
     digest = hashlib.blake2b(raw, digest_size=20)
     digest.update(json.dumps([prefix, eos]).encode())
