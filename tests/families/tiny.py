@@ -27,7 +27,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def byte_tokenizer(vocab: int = 400, bos: str | None = "<s>", eos: str = "</s>") -> PreTrainedTokenizerFast:
+def byte_tokenizer(vocab: int = 400, bos: str | None = "<s>", eos: str | None = "</s>") -> PreTrainedTokenizerFast:
     """A byte-level BPE that knows every byte and has no pad token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -16,7 +16,7 @@ from muletrain.checkpoint.layout import Manifest, files_below, measure, step_fol
 from muletrain.cli.generate import command
 from muletrain.serve.generate import Generator, Request, find_model_folder
 from muletrain.spec.errors import InputError
-from tests.families.tiny import tiny_gpt2, tiny_llama, tiny_qwen3
+from tests.families.tiny import byte_tokenizer, tiny_gpt2, tiny_llama, tiny_qwen3
 
 PROMPT = "def carry(load, road):"
 
@@ -82,7 +82,11 @@ def test_the_end_token_stops(tmp_path: Path) -> None:
 
 
 def test_an_empty_prompt_starts_a_text(tmp_path: Path) -> None:
-    assert Generator(tiny_llama(tmp_path)).complete(Request("", 3)).prompt_tokens == 1
+    folder = tiny_llama(tmp_path)
+    assert Generator(folder).complete(Request("", 3)).prompt_tokens == 1
+    byte_tokenizer(bos=None, eos=None).save_pretrained(folder)
+    with pytest.raises(InputError, match="prompt: it is empty, and the tokenizer has no token that starts a text"):
+        Generator(folder).complete(Request("", 3))
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,12 @@ def build_hf(config: Any, dtype: torch.dtype) -> Any:
     try:
         with torch.device("meta"):
             hf = AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype, attn_implementation=attention.NAME)
-    except KeyError as error:  # a table of attention classes of its own
+    except ValueError as error:
+        raise InputError(f"model.source: {family} is no causal language model: {error}") from error
+    except KeyError as error:
+        if error.args != (attention.NAME,):
+            raise
+        # the family looks our attention up in a table of its own
         raise InputError(f"model.source: {family} computes attention in its own way, so packed documents would mix") from error
     if not hf._supports_attention_backend or any(isinstance(module, nn.Conv1d) for module in hf.modules()):
         raise InputError(f"model.source: {family} mixes positions in its own way, so packed documents would mix")

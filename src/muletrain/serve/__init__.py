@@ -1,1 +1,1 @@
-
+"""Serving: text from a trained model."""
