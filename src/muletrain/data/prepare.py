@@ -35,7 +35,7 @@ from muletrain.data.dataset import (
 )
 from muletrain.data.sources import SourceFile, examine, find_files
 from muletrain.data.tokenizer import TextTokenizer, load_tokenizer
-from muletrain.data.units import Unit, UnitReport, group_pieces, publish_text, tokenize_unit
+from muletrain.data.units import PARTIAL, Unit, UnitReport, group_pieces, publish_text, tokenize_unit
 from muletrain.data.workers import run_jobs
 from muletrain.spec.errors import InputError
 from muletrain.spec.plan import DataPlan
@@ -101,6 +101,8 @@ def _made(data: DataPlan, tokenizer: TextTokenizer, out: Path | None, progress: 
         _tokenize(units, data.processes, progress)
         manifest = _assemble(units, files, fingerprint, tokenizer, data)
         publish_text(work / MANIFEST, manifest.to_json())
+        for left in work.glob(f"*{PARTIAL}"):  # of a killed run
+            left.unlink()
         os.rename(work, target)  # replaces an empty folder
         for name in [unit.report.name for unit in units] + [unit.arrays.name for unit in units]:
             (target / name).unlink()

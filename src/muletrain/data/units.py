@@ -26,6 +26,7 @@ from muletrain.spec.value import Value
 
 UNIT_BYTES = 4 << 20
 MOST_UNITS = 1024
+PARTIAL = ".partial"
 _PACKED_RATIO = 4
 _FLUSH_TOKENS = 1 << 18
 
@@ -122,7 +123,7 @@ def _tokenizer(source: str) -> TextTokenizer:
 
 
 def tokenize_unit(unit: Unit) -> int:
-    """Does one unit and returns its number. Anything that a killed attempt left is overwritten."""
+    """Does one unit and returns its number. What a killed attempt left is not used."""
     tokenizer = _tokenizer(unit.tokenizer)
     if tokenizer.fingerprint != unit.tokenizer_fingerprint:
         _tokenizer.cache_clear()
@@ -170,12 +171,12 @@ class _SplitWriter:
     """Appends documents to a shard in blocks; holds 16 bytes a document."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
-        self._path, self._dtype = path, dtype
+        self._path, self._partial, self._dtype = path, partial(path), dtype
         self._lengths: list[int] = []
         self._bytes: list[int] = []
         self._held: list[np.ndarray[Any, np.dtype[Any]]] = []
         self._held_tokens = 0
-        path.unlink(missing_ok=True)
+        self._partial.unlink(missing_ok=True)
 
     def add(self, ids: np.ndarray[Any, np.dtype[Any]], text_bytes: int) -> None:
         self._lengths.append(len(ids))
@@ -187,23 +188,31 @@ class _SplitWriter:
 
     def _flush(self) -> None:
         if self._held:
-            with open(self._path, "ab") as stream:
+            with open(self._partial, "ab") as stream:
                 stream.write(np.concatenate(self._held).astype(self._dtype, copy=False).tobytes())
             self._held, self._held_tokens = [], 0
 
     def finish(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Completes the shard (absent where there is no document); int64 [2, documents]: tokens and text bytes."""
         self._flush()
+        if self._lengths:
+            os.replace(self._partial, self._path)
         return np.array([self._lengths, self._bytes], dtype=np.int64)
 
 
 def _write_arrays(path: Path, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
-    with open(path, "wb") as stream:
+    with open(partial(path), "wb") as stream:
         np.savez(stream, allow_pickle=False, **arrays)
+    os.replace(partial(path), path)
+
+
+def partial(path: Path) -> Path:
+    """Where this process writes a file before it gets its name: a process that outlives a killed parent by a moment may still be
+    at the same unit, and then each renames the same content."""
+    return path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
 
 
 def publish_text(path: Path, text: str) -> None:
     """Writes a file whole or not at all."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    partial(path).write_text(text, encoding="utf-8")
+    os.replace(partial(path), path)
