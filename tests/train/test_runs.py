@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from muletrain.data.dataset import open_prepared
 from muletrain.data.stream import TrainingStream
 from muletrain.optim.schedule import learning_rate
-from muletrain.spec.errors import EXIT_DONE, EXIT_STOPPED, WorkerFailedError
+from muletrain.spec.errors import EXIT_DONE, EXIT_STOPPED, DoesNotFitError, WorkerFailedError
 from muletrain.train import build, hooks
 from tests.train.tiny import events_of, make_materials, make_plan, record_of, run, steps_of
 
@@ -282,3 +282,26 @@ def test_O06_sigterm_during_an_evaluation_saves(materials, tmp_path, monkeypatch
     monkeypatch.setattr(hooks, "evaluate", evaluate)
     assert run(materials, make_plan(materials, tmp_path, evaluate_every=2)) == EXIT_STOPPED
     assert [child.name for child in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
+
+
+def test_running_out_of_memory_is_an_answer_with_advice_before_step_1(materials, tmp_path, monkeypatch):
+    def too_long(self: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
+
+    monkeypatch.setattr(TrainingStream, "longest", too_long)
+    with pytest.raises(
+        DoesNotFitError, match=r"ran out of card memory .* with 1 sequences of 32 tokens .*activations=recompute"
+    ):
+        run(materials, make_plan(materials, tmp_path))
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_compile_time_is_in_no_speed(materials, tmp_path, monkeypatch):
+    spent = iter(float(second) for second in range(0, 1000, 1))
+    monkeypatch.setattr("muletrain.train.loop.compile_seconds", lambda: next(spent) * 1e-3)
+    run(materials, make_plan(materials, tmp_path, steps=3))
+    steps, record = steps_of(tmp_path), record_of(tmp_path)
+    for step in steps:
+        assert step["parts_s"]["compile"] == pytest.approx(1e-3)
+        assert step["tokens_per_s"] == pytest.approx(step["tokens"] / (step["step_s"] - 1e-3))
+    assert record.seconds == pytest.approx(sum(step["step_s"] for step in steps) - 3e-3)

@@ -83,7 +83,7 @@ def _facts(run: Run, event: StepEvent) -> str:
         f"norm {event.grad_norm:.3g}" if event.grad_norm is not None else "",
         f"lr {event.learning_rate:.3g}",
         f"{format_count(run.meter.recent_tokens_per_s)} tokens/s",
-        f"{100 * event.model_flops_utilisation:.0f}% MFU" if event.model_flops_utilisation else "",
+        f"{100 * event.model_flops_utilisation:.0f}% MFU" if (event.model_flops_utilisation or 0) >= 0.01 else "",
         f"ETA {format_duration(left)}" if left is not None else "",
     ]
     return "  ".join(fact for fact in shown if fact)

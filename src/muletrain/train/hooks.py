@@ -105,7 +105,7 @@ def device_name(device: str) -> str:
 def step_event(run: Run, step: Step) -> StepEvent:
     """The step as an event, with this session's speed."""
     plan, result, progress = run.plan, step.result, run.progress
-    speed = 0.0 if result.skipped else result.tokens / step.seconds
+    speed = 0.0 if result.skipped else result.tokens / step.work_s
     length = plan.data.sequence_length
     mfu = model_flops_utilisation(plan.model.shape, length, speed, run.workers, plan.parallel.peak_flops)
     recompute = plan.memory.activations == "recompute"

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from muletrain.checkpoint.progress import Progress
 from muletrain.data.batch import MicroBatch
 from muletrain.metrics.communication import CommunicationMeter
+from muletrain.metrics.compilation import compile_seconds
 from muletrain.metrics.meter import Meter
 from muletrain.optim.schedule import learning_rate
 from muletrain.spec.errors import WorkerFailedError
@@ -47,7 +48,15 @@ class Step:
     shared: Shared
     learning_rate: float
     seconds: float
+    """Wall time."""
+    compile_s: float
+    """Of it, in torch.compile: a shape that was new. Not in any speed."""
     parts_s: dict[str, float]
+
+    @property
+    def work_s(self) -> float:
+        """Wall time without compilation: what speeds go by."""
+        return self.seconds - self.compile_s
 
 
 @dataclass
@@ -124,7 +133,7 @@ def train(run: Run, hooks: Sequence[Hook]) -> Outcome:
 
 
 def _step(run: Run, meter: CommunicationMeter) -> Step:
-    start = time.perf_counter()
+    start, compiled = time.perf_counter(), compile_seconds()
     progress = run.progress
     batches = run.stream.window(progress.window, run.worker, run.workers)
     data_s = time.perf_counter() - start
@@ -135,12 +144,13 @@ def _step(run: Run, meter: CommunicationMeter) -> Step:
     except NonFiniteError as error:
         raise WorkerFailedError(_not_finite(run, batches, error)) from error
     shared = exchange(run.stop.raised, sum(b.padding_tokens for b in batches), run.strategy.peak_memory_bytes(), meter)
-    seconds = time.perf_counter() - start
+    seconds, compile_s = time.perf_counter() - start, compile_seconds() - compiled
     _count(run, result)
-    run.meter.step(0 if result.skipped else result.tokens, seconds)
+    step = Step(result, shared, rate, seconds, compile_s, _parts(result, data_s, meter.take(), compile_s, seconds))
+    run.meter.step(0 if result.skipped else result.tokens, step.work_s)
     session_updates = run.progress.update - run.started_at
     run.stopping = shared.stop or (run.stop_after > 0 and session_updates >= run.stop_after)
-    return Step(result, shared, rate, seconds, _parts(result, data_s, meter.take(), seconds))
+    return step
 
 
 def _count(run: Run, result: StepResult) -> None:
@@ -154,8 +164,11 @@ def _count(run: Run, result: StepResult) -> None:
     run.progress = progress.model_copy(update=changes)
 
 
-def _parts(result: StepResult, data_s: float, exchange_s: float, seconds: float) -> dict[str, float]:
+def _parts(result: StepResult, data_s: float, exchange_s: float, compile_s: float, seconds: float) -> dict[str, float]:
     parts = dict(result.parts_s)
+    if compile_s:  # happens inside the forward or backward, so inside "compute"
+        parts["compile"] = compile_s
+        parts["compute"] = max(0.0, parts.get("compute", 0.0) - compile_s)
     parts["data"] = data_s
     parts["communication"] = parts.get("communication", 0.0) + exchange_s
     parts["other"] = max(0.0, seconds - sum(parts.values()))

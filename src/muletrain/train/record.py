@@ -37,7 +37,7 @@ class CommunicationProfile(HookBase):
             if self._left == 0:
                 self._finish()
         elif self._left and run.meter.steps >= _PROFILE_FIRST:
-            self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
             self._profiler.start()
             torch.cuda.synchronize()
             self._started = time.perf_counter()
@@ -69,7 +69,7 @@ class Record(HookBase):
         """Keeps what the summary needs."""
         self._last = step_event(run, step)
         self._memory_bytes = max(self._memory_bytes, step.shared.memory_bytes)
-        self._waits.append((step.parts_s["communication"], step.seconds))
+        self._waits.append((step.parts_s["communication"], step.work_s))
 
     def end(self, run: Run, outcome: Outcome) -> None:
         """Writes the summary on worker 0."""

@@ -71,6 +71,8 @@ def _session(plan: Plan, place: WorkerPlace, session: Session, device: torch.dev
             "A higher train.steps or train.epochs goes on from here"
         )
         return EXIT_DONE
+    if plan.train.compile:
+        log.console.say("dry batch: compiling, which takes a while and counts in no speed")
     parts.strategy.warm_up(parts.stream.longest())
     hooks = build_hooks(run, parts, session, log)
     with run.stop.listening():
