@@ -26,7 +26,9 @@ def test_lines_by_mode(materials, tmp_path, capfd, mode, every, lines):
 
 def test_the_bar_shows_progress_speed_and_time_left(materials, tmp_path, monkeypatch, capfd):
     """The bar draws on a terminal; here rich is told that it has one."""
-    monkeypatch.setattr("muletrain.train.console.RichConsole", lambda **_: RichConsole(force_terminal=True, width=160))
+    monkeypatch.setattr(
+        "muletrain.train.console.RichConsole", lambda **options: RichConsole(force_terminal=True, width=160, **options)
+    )
     run(materials, make_plan(materials, tmp_path, console="bar"))
     shown = capfd.readouterr().out
     assert "6/6" in shown and "tokens/s" in shown and "ETA" in shown and "loss" in shown
