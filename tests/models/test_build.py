@@ -74,7 +74,10 @@ def test_fields_of_the_sources_own_file_are_let_pass(tmp_path: Path) -> None:
         ({"model_type": "falcon", "num_hidden_layers": 2}, r"falcon computes attention in its own way"),
         ({"model_type": "stablelm", "num_hidden_layers": 2}, r"stablelm mixes positions in its own way"),
         ({"model_type": "llama4_text", "num_hidden_layers": 2}, r"llama4_text cannot be trained here: .*chunked_attention"),
-        ({"model_type": "lfm2"}, r"lfm2 cannot be trained here: it has layers of kind conv"),
+        (
+            {"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+            r"lfm2 cannot be trained here: it has layers of kind conv",
+        ),
         ({"model_type": "vit"}, r"vit is no causal language model"),
         ({"model_type": "bert", "num_hidden_layers": 2}, r"bert has more than a linear head"),
         ({"model_type": "deepseek_v3", "num_hidden_layers": 4}, r"deepseek_v3 keeps state in buffers \(.*bias\)"),

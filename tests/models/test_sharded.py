@@ -51,11 +51,12 @@ def _sharded(rank: int, workers: int, plan: ModelPlan) -> tuple[float, dict[str,
 @pytest.mark.parametrize("family", [tiny_llama, tiny_qwen3, tiny_gpt2])
 def test_C06_sharded_model_computes_what_the_whole_one_does(family: Callable[..., Path], tmp_path: Path) -> None:
     plan = model_plan(family(tmp_path))
+    shards = run_workers(2, _sharded, plan)  # before this process runs a backward, whose threads would not survive a fork
     whole = load(plan, dtype=torch.float64, loss_chunk=7)
     ids, labels, positions, bounds = _batch()
     expected = whole(ids, labels, positions, bounds, 20)
     expected.backward()
-    for loss, gradients, tied in run_workers(2, _sharded, plan):
+    for loss, gradients, tied in shards:
         assert tied == whole.tied == plan.shape.tied
         assert loss == pytest.approx(expected.item(), rel=1e-12)
         assert gradients.keys() == {canonical_name(name) for name, _ in whole.named_parameters()}
