@@ -217,7 +217,7 @@ def test_a_prepared_folder_is_a_source(tmp_path: Path, plan: Plans, rows_of: Cal
         prepare(plan(out), out=tmp_path / "again")
     with pytest.raises(InputError, match="other content"):
         prepare(plan(source, validation_fraction=0.3), out=out)
-    with pytest.raises(InputError, match="not empty"):
+    with pytest.raises(InputError, match="is not empty and not a data set"):
         prepare(plan(source), out=source.parent)
 
 
@@ -227,7 +227,7 @@ def test_a_damaged_data_set_is_told(rows_of: Callable[..., Prepared]) -> None:
     shard = next(folder.glob("*.tokens"))
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-2])
-    with pytest.raises(InputError, match="cut short"):
+    with pytest.raises(InputError, match="bytes expected"):
         open_prepared(folder)
     shard.unlink()
     with pytest.raises(InputError, match="missing"):
@@ -237,7 +237,7 @@ def test_a_damaged_data_set_is_told(rows_of: Callable[..., Prepared]) -> None:
     with pytest.raises(InputError, match="schema_version 99"):
         open_prepared(folder)
     (folder / "dataset.json").write_text("{}")
-    with pytest.raises(InputError, match="damaged"):
+    with pytest.raises(InputError, match="written by another version, or damaged"):
         open_prepared(folder)
     (folder / "dataset.json").unlink()
     with pytest.raises(InputError, match="not a prepared data set"):

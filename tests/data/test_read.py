@@ -239,3 +239,14 @@ def test_rows_of_many_kinds_never_stop_reading(tmp_path: Path) -> None:
     for content in ("\n".join(map(json.dumps, values)), json.dumps([{"text": "ok"}, *values], indent=1)):
         texts, bad, _ = read_bytes(tmp_path, content.encode())
         assert set(texts) == {"ok"} and len(bad) == 9
+
+
+@pytest.mark.parametrize("keep", [30, 100_000])
+def test_a_compressed_file_cut_short_is_told(tmp_path: Path, keep: int) -> None:
+    lines = "".join(f'{{"text": "{hash((i, 7))}"}}\n' for i in range(20_000))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode())[:keep])
+    with pytest.raises(InputError, match="the compressed file is cut short or damaged"):
+        read_file(tmp_path / "a.jsonl.gz")
+    (tmp_path / "b.jsonl.gz").write_bytes(b"no gzip")
+    with pytest.raises(InputError, match="this file cannot be read"):
+        read_file(tmp_path / "b.jsonl.gz")

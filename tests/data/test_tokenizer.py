@@ -102,7 +102,7 @@ def test_publish_keeps_what_is_there(tmp_path: Path) -> None:
         publish_tokenizer(iter(["three four three"]), 300, out)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("x")
-    with pytest.raises(InputError, match="not empty"):
+    with pytest.raises(InputError, match="is not empty; choose another folder"):
         publish_tokenizer(iter(["a"]), 300, tmp_path / "full")
     assert [name.name for name in out.parent.iterdir()] == ["t"]
 

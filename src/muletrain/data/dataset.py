@@ -172,8 +172,8 @@ def open_prepared(folder: Path) -> Prepared:
         counts = manifest.split(name)
         sizes |= {shard.name: shard.tokens * manifest.token_bytes for shard in counts.shards}
         sizes |= {f"{name}.offsets": 8 * (counts.documents + 1), f"{name}.bytes": 8 * counts.documents}
-    for name, size in sizes.items():
-        path = folder / name
+    for file, size in sizes.items():
+        path = folder / file
         if not path.is_file() or path.stat().st_size != size:
             raise InputError(f"{path}: missing or cut short ({size:,} bytes expected); copy or prepare it again")
     return Prepared(folder, manifest)

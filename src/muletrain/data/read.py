@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from muletrain.data.sources import SourceFile, open_binary
+from muletrain.data.sources import SourceFile, open_binary, readable
 
 DOCUMENT_LIMIT_BYTES = 1 << 20
 ROW_LIMIT_BYTES = 64 << 20
@@ -88,7 +88,7 @@ class PieceReader:
             self.rows = 1
             yield Bad(1, _WIDE[form])
             return
-        with open_binary(self.piece.file.path) as stream:
+        with readable(self.piece.file.path), open_binary(self.piece.file.path) as stream:
             if form == "text":
                 yield from self._text(stream)
             elif form == "lines":

@@ -15,8 +15,10 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import glob
 from typing import BinaryIO, Literal, cast
@@ -29,7 +31,8 @@ HEAD_BYTES = 1 << 16
 _ROW_SUFFIXES = (".json", ".jsonl", ".ndjson")
 _PACKED_SUFFIXES = (".gz", ".zst")
 _BOM = b"\xef\xbb\xbf"
-_CONTROL = bytes({*range(32), 127} - set(b"\t\n\v\f\r\b\x1b"))
+# Control characters that text does not hold: all but backspace, the white ones and escape.
+_CONTROL = b"\x00\x01\x02\x03\x04\x05\x06\x07\x0e\x0f\x10\x11\x12\x13\x14\x15\x16\x17\x18\x19\x1a\x1c\x1d\x1e\x1f\x7f"
 _HASH_CHUNK_BYTES = 1 << 20
 
 
@@ -68,6 +71,17 @@ def open_binary(path: str) -> BinaryIO:
             raise InputError(f"{path}: reading .zst needs the package zstandard; pip install zstandard, or unpack it") from None
         return cast(BinaryIO, io.BufferedReader(zstandard.open(path, "rb")))
     return open(path, "rb")
+
+
+@contextmanager
+def readable(path: str) -> Iterator[None]:
+    """Turns what reading a file may raise into InputError."""
+    try:
+        yield
+    except (EOFError, zlib.error):
+        raise InputError(f"{path}: the compressed file is cut short or damaged; fetch it again") from None
+    except OSError as error:
+        raise InputError(f"{path}: this file cannot be read: {error.strerror or error}") from None
 
 
 def find_files(sources: Sequence[str]) -> list[str]:
@@ -109,12 +123,8 @@ def examine(paths: Sequence[str], text_key: str, threads: int, progress: Callabl
     """Hashes and classifies files, in threads (hashing frees the interpreter). `progress` is told bytes as they are read."""
 
     def one(path: str) -> SourceFile:
-        try:
+        with readable(path):
             return _examine(path, text_key, progress)
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
-        except EOFError:
-            raise InputError(f"{path}: the compressed file is cut short; fetch it again") from None
 
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(one, paths))

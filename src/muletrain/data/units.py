@@ -207,8 +207,10 @@ def _write_arrays(path: Path, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
 
 
 def partial(path: Path) -> Path:
-    """Where this process writes a file before it gets its name: a process that outlives a killed parent by a moment may still be
-    at the same unit, and then each renames the same content."""
+    """Where this process writes a file before it gets its name.
+
+    A process that outlives a killed parent by a moment may still be at the same unit: then each renames the same content.
+    """
     return path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
 
 
