@@ -94,3 +94,12 @@ def test_inspect_with_another_tokenizer_is_refused(folder: Path) -> None:
     assert mule(folder, "data", "prepare", "texts", "--tokenizer", "tok", "--out", "by_tok").returncode == 0
     done = mule(folder, "data", "inspect", "by_tok", "--tokenizer", "small")
     assert done.returncode == 2 and "not the one" in done.stderr
+
+
+def test_inspect_a_recipe_with_its_packing_and_changes(folder: Path) -> None:
+    recipe = Path(__file__).parents[2] / "recipes" / "demo.yaml"
+    changes = ("data.tokenizer=tok", "data.source=texts", "data.sequence_length=128", "data.packing=concat")
+    done = mule(folder, "data", "inspect", str(recipe), *changes, "--json")
+    assert done.returncode == 0, done.stderr
+    value = json.loads(done.stdout)
+    assert (value["packing"]["kind"], value["packing"]["sequence_length"], value["rows"]) == ("concat", 128, 30)
