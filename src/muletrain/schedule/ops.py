@@ -1,0 +1,126 @@
+"""What a streamed step is made of.
+
+The model is a row of units: the embedding (unit 0), the blocks (1 … n) and the head with the final norm (n + 1). A unit's state
+lives in host memory; on the card it passes through slots. Micro-batches are grouped in waves: all micro-batches of a wave go
+through one unit before the next.
+
+An op runs on one resource; a resource does its ops one after another, in the schedule's order. `after` names the ops, on any
+resource, that must be complete before it starts. `reads` and `writes` name the buffers it touches, so that a checker can prove
+that no op reads what is not written yet, or writes what is still to be read (schedule.check).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from muletrain.spec.value import Value
+
+Resource = Literal["compute", "update", "up", "down", "host"]
+"""compute: the model. update: the optimizer's own stream. up, down: the link to and from the card. host: the processor."""
+
+Kind = Literal[
+    "fetch",  # up: a unit's working parameters -> its slot
+    "fetch_state",  # up: one piece of a unit's master, moments and gradient -> a staging buffer
+    "update",  # update: one piece: optimizer step in staging, new working parameters -> slot
+    "publish",  # down: one piece: new master, moments and working parameters -> host
+    "forward",  # compute: one micro-batch through one unit (prologue for unit 0)
+    "send",  # down: what one micro-batch keeps of one unit -> host
+    "receive",  # up: the same back
+    "epilogue",  # compute: one micro-batch through the head: loss and its gradient
+    "backward",  # compute: one micro-batch back through one unit
+    "norm",  # compute: a unit's squared gradient norm, after its last micro-batch
+    "store",  # down: a unit's summed gradient -> host
+    "decide",  # host: the one wait of a step: norm, finite, loss
+]
+
+
+class Buffer(Value):
+    """A piece of memory that ops hand over. `index` tells slots, staging buffers and so on apart."""
+
+    place: Literal["slot", "staging", "gradient", "input", "kept", "host_state", "host_gradient", "host_input", "host_kept", "sums"]
+    index: tuple[int, ...]
+
+
+class Op(Value):
+    """One piece of work. Numbers that do not apply are -1."""
+
+    id: int
+    """Position in the schedule."""
+    kind: Kind
+    resource: Resource
+    unit: int = -1
+    wave: int = -1
+    micro_batch: int = -1
+    """Within the step, over all waves."""
+    piece: int = -1
+    size_bytes: int = 0
+    """Moved over the link, for up and down."""
+    flops: float = 0.0
+    """Done, recomputation included, for compute."""
+    memory_bytes: float = 0.0
+    """Read and written in device memory, where that and not arithmetic takes the time (update, norm)."""
+    after: tuple[int, ...] = ()
+    reads: tuple[Buffer, ...] = ()
+    writes: tuple[Buffer, ...] = ()
+
+
+class UnitShape(Value):
+    """One unit's sizes, all that a schedule needs to know of it."""
+
+    parameters: int
+    trainable: bool
+    kind: int
+    """Units of one kind share slots."""
+    pieces: tuple[int, ...]
+    """Elements in each piece of its state, in order; their sum is `parameters`."""
+    forward_flops_a_token: float
+    kept_bytes_a_token: int
+    """Saved for backward without recomputation, beside the input."""
+
+
+class StreamPlan(Value):
+    """How a streamed step is laid out. Everything decided."""
+
+    units: tuple[UnitShape, ...]
+    hidden: int
+    slots: int
+    """A kind of unit."""
+    staging: int
+    """Buffers that pieces of optimizer state pass through."""
+    waves: int
+    working_bytes: int
+    """A parameter, in the compute dtype."""
+    state_up_bytes: float
+    """A parameter, for an update: master, moments and gradient."""
+    state_down_bytes: float
+    """A parameter, after an update: master, moments and working copy."""
+    gradient_bytes: int
+    """A parameter, stored."""
+    activations: tuple[Literal["recompute", "keep", "offload"], ...]
+    """By unit, for the micro-batches of a wave."""
+    inputs: Literal["card", "host"]
+    """Where the blocks' inputs wait for backward."""
+    update: Literal["next_fetch", "in_backward"]
+    """next_fetch: a unit is updated when it is next fetched, when the global norm is known. in_backward: at once, without
+    clipping or loss scale."""
+    recompute_factor: float = 1.0
+    """Share of a unit's forward that recomputation repeats (the down projection is not)."""
+
+
+class StepShape(Value):
+    """One step's work."""
+
+    micro_batches: tuple[int, ...]
+    """Positions in each, in order; dealt to waves as evenly as they go."""
+    sequence_length: int
+    pending: bool
+    """Updates of the step before are still to be applied."""
+    mode: Literal["train", "evaluate", "flush"]
+
+
+class Schedule(Value):
+    """Ops in issue order."""
+
+    plan: StreamPlan
+    step: StepShape
+    ops: tuple[Op, ...]
