@@ -50,7 +50,9 @@ def together(action: Callable[[], T]) -> list[T]:
 
 def on_first(action: Callable[[], T]) -> T:
     """Runs action on worker 0 alone and gives its result to all. Collective; fails on all."""
-    return together(action if worker() == 0 else _nothing)[0]  # type: ignore[arg-type]
+    mine: Callable[[], Any] = action if worker() == 0 else _nothing
+    result: T = together(mine)[0]
+    return result
 
 
 def _nothing() -> None:

@@ -71,19 +71,20 @@ def _measure(
     """(folder, run folders, first steps that do not count)."""
     from muletrain.bench.scaling import DROPPED, measure
     from muletrain.cli.train import train
+    from muletrain.config.environment import visible_devices
     from muletrain.config.load import load_recipe
+    from muletrain.probe.box import this_box
 
     request = load_recipe(recipe, overrides)
     folder = output or Path(f"{request.run_dir.rstrip('/')}-scaling")
-    on_gpus = request.parallel.device != "cpu" and max(counts) > 1
-    drop = DROPPED + 1 + PROFILED_STEPS if on_gpus else DROPPED
+    on_gpus = request.parallel.device != "cpu" and bool(this_box(visible_devices()).gpus)
+    profiled = PROFILED_STEPS if on_gpus and max(counts) > 1 else 0
+    drop = DROPPED + 1 + profiled if profiled else DROPPED
 
     def start(count: int, run_dir: Path) -> int:
         if not quiet:
             typer.echo(f"{count} worker{'s' if count > 1 else ''}: {steps + drop} steps")
         own = [*overrides, f"parallel.workers={count}", f"run_dir={run_dir}", "log.console=quiet", "log.every=1"]
-        return train(
-            load_recipe(recipe, own), stop_after=steps + drop, profile_steps=PROFILED_STEPS if on_gpus else 0, measure_only=True
-        )
+        return train(load_recipe(recipe, own), stop_after=steps + drop, profile_steps=profiled, measure_only=True)
 
     return folder, measure(start, counts, folder), drop

@@ -18,6 +18,7 @@ import typer
 
 if TYPE_CHECKING:
     from muletrain.data.dataset import Prepared
+    from muletrain.spec.ledger import Place
     from muletrain.spec.machine import Machine
     from muletrain.spec.place import WorkerPlace
     from muletrain.spec.plan import Plan
@@ -138,7 +139,7 @@ def _show(plan: Plan) -> None:
     from muletrain.spec.units import format_bytes, format_count
 
     shape, ledger = plan.model.shape, plan.memory.ledger
-    where = "card" if plan.parallel.device == "cuda" else "host"
+    where: Place = "card" if plan.parallel.device == "cuda" else "host"
     typer.echo(
         f"plan: {shape.name}, {format_count(shape.parameters)} parameters, {plan.memory.strategy} on {plan.parallel.workers} "
         f"{plan.parallel.device} worker{'s' if plan.parallel.workers > 1 else ''}, {plan.precision.compute}, "

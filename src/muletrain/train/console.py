@@ -77,13 +77,14 @@ class Console:
 
 
 def _facts(run: Run, event: StepEvent) -> str:
+    mfu = event.model_flops_utilisation or 0.0
     left = run.meter.remaining_s(run.total_updates - event.step)
     shown = [
         f"loss {event.loss:.4f}" if event.loss is not None else "",
         f"norm {event.grad_norm:.3g}" if event.grad_norm is not None else "",
         f"lr {event.learning_rate:.3g}",
         f"{format_count(run.meter.recent_tokens_per_s)} tokens/s",
-        f"{100 * event.model_flops_utilisation:.0f}% MFU" if (event.model_flops_utilisation or 0) >= 0.01 else "",
+        f"{100 * mfu:.0f}% MFU" if mfu >= 0.01 else "",
         f"ETA {format_duration(left)}" if left is not None else "",
     ]
     return "  ".join(fact for fact in shown if fact)

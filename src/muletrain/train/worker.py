@@ -90,8 +90,8 @@ def _position(plan: Plan, place: WorkerPlace, parts: Parts, log: Log) -> tuple[P
     """(where to start, whether that is a resume); the strategy is filled. Collective."""
     root = Path(plan.run_dir) / CHECKPOINTS
     if place.rank == 0:
-        for folder in save.clean_up(root):
-            log.warn(0, f"{folder.name} was left by a save that never ended; removed")
+        for left in save.clean_up(root):
+            log.warn(0, f"{left.name} was left by a save that never ended; removed")
     folder = load.choose(root, lambda message: log.warn(0, message))
     if folder is None:
         return _beginning(plan, parts), False
