@@ -26,7 +26,7 @@ from muletrain.train.hooks import Log
 from muletrain.train.loop import Run, train
 from muletrain.train.resume import carry_over
 
-_COLLECTIVE_TIMEOUT = timedelta(hours=2)
+_COLLECTIVE_TIMEOUT_S = 7200.0
 """Long, because worker 0 may write a large model while the others wait. A dead worker is the launcher's to notice."""
 
 
@@ -141,7 +141,7 @@ def _process_group(plan: Plan, place: WorkerPlace, device: torch.device) -> Iter
         init_method=place.rendezvous,
         rank=place.rank,
         world_size=place.workers,
-        timeout=_COLLECTIVE_TIMEOUT,
+        timeout=timedelta(seconds=_COLLECTIVE_TIMEOUT_S),
         device_id=device if cuda else None,
     )
     yield
