@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -43,10 +45,10 @@ def test_the_same_bits_however_the_array_is_cut() -> None:
     uncut = state_of(whole.clone())
     cuts = [0, 3, 1000, 1001, 5555, 10_007]
     flat = whole.clone()
-    pieces = [state_of(flat[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+    pieces = [state_of(flat[a:b]) for a, b in itertools.pairwise(cuts)]
     for update, grad in enumerate(grads):
         step([uncut], [grad], update, scale=0.37)
-        step(pieces, [grad[a:b] for a, b in zip(cuts, cuts[1:], strict=False)], update, scale=0.37)
+        step(pieces, [grad[a:b] for a, b in itertools.pairwise(cuts)], update, scale=0.37)
     assert torch.equal(flat, uncut.master)
 
 
@@ -62,7 +64,8 @@ def test_a_refused_update_leaves_every_bit() -> None:
     state = state_of(torch.randn(100), working=torch.bfloat16)
     before = [t.clone() for t in (state.master, state.exp_avg, state.exp_avg_sq, state.working)]
     step([state], [torch.full((100,), float("nan"))], 0, apply=False)
-    assert all(torch.equal(a, b) for a, b in zip(before, (state.master, state.exp_avg, state.exp_avg_sq, state.working)))
+    after = (state.master, state.exp_avg, state.exp_avg_sq, state.working)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def test_one_dimensional_parameters_are_not_decayed() -> None:

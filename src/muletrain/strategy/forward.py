@@ -18,6 +18,8 @@ def loss_sum(
 ) -> Tensor:
     """Sum of the loss over the batch's labels, fp32 or fp64 scalar; its gradients come multiplied by `factor`."""
     moved = batch.to(device)
+    if moved.cu_seqlens.numel():  # its length varies with the documents: one compiled graph, not one a length
+        torch._dynamo.maybe_mark_dynamic(moved.cu_seqlens, 0)
     random.at(window, batch.index)
     random.enter(PROLOGUE)
     return model(
