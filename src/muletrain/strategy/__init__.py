@@ -1,1 +1,1 @@
-"""Where memory lives: resident, sharded over workers (zero1 to zero3) or streamed through the host, behind one seam (contract)."""
+"""Where memory lives: resident, sharded over workers (zero1 to zero3) or streamed from the host, behind one seam: contract."""
