@@ -11,20 +11,29 @@ that no op reads what is not written yet, or writes what is still to be read (sc
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from pydantic import Field
 
 from muletrain.spec.value import Value
+
+
+class ScheduleError(Exception):
+    """A schedule that cannot be built or that would read or overwrite what it must not. A fault of ours, never of a user's."""
+
 
 Resource = Literal["compute", "update", "up", "down", "host"]
 """compute: the model. update: the optimizer's own stream. up, down: the link to and from the card. host: the processor."""
 
 Kind = Literal[
     "fetch",  # up: a unit's working parameters -> its slot
-    "fetch_state",  # up: one piece of a unit's master, moments and gradient -> a staging buffer
+    "fetch_state",  # up: one piece of a unit's master, moments and gradient -> a staging buffer (in_backward: no gradient)
+    "fetch_gradient",  # up: a unit's gradient of the waves before -> its gradient buffer
     "update",  # update: one piece: optimizer step in staging, new working parameters -> slot
     "publish",  # down: one piece: new master, moments and working parameters -> host
     "forward",  # compute: one micro-batch through one unit (prologue for unit 0)
-    "send",  # down: what one micro-batch keeps of one unit -> host
+    "send",  # down: what one micro-batch keeps of one unit -> host; piece 0: the unit's input, piece 1: its kept activations
     "receive",  # up: the same back
     "epilogue",  # compute: one micro-batch through the head: loss and its gradient
     "backward",  # compute: one micro-batch back through one unit
@@ -34,15 +43,32 @@ Kind = Literal[
 ]
 
 
-class Buffer(Value):
-    """A piece of memory that ops hand over. `index` tells slots, staging buffers and so on apart."""
+Place = Literal[
+    "slot",  # (kind, slot, piece): working parameters on the card
+    "staging",  # (buffer,): one piece of optimizer state on the card
+    "gradient",  # (kind, buffer): a unit's summed gradient on the card
+    "input",  # (unit, position in wave), or with inputs on the host (unit mod 2, position in wave): a unit's input
+    "kept",  # (unit, position in wave) if kept on the card, (buffer,) if offloaded: what backward needs beside the input
+    "hidden_gradient",  # (position in wave,): the gradient that goes down through the units
+    "host_parameters",  # (unit, piece): working copy in host memory
+    "host_state",  # (unit, piece): master and moments in host memory
+    "host_gradient",  # (unit,)
+    "host_input",  # (unit, position in wave)
+    "host_kept",  # (unit, position in wave)
+    "sums",  # (): loss and squared norm
+]
 
-    place: Literal["slot", "staging", "gradient", "input", "kept", "host_state", "host_gradient", "host_input", "host_kept", "sums"]
-    index: tuple[int, ...]
+
+class Buffer(NamedTuple):
+    """A piece of memory that ops hand over. A named tuple, because schedules compare and hash very many."""
+
+    place: Place
+    index: tuple[int, ...]  # type: ignore[assignment]  # shadows tuple.index, which nothing needs here
 
 
-class Op(Value):
-    """One piece of work. Numbers that do not apply are -1."""
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One piece of work. Numbers that do not apply are -1. A plain dataclass: a schedule of 20,000 is built on every start."""
 
     id: int
     """Position in the schedule."""
@@ -105,6 +131,13 @@ class StreamPlan(Value):
     clipping or loss scale."""
     recompute_factor: float = 1.0
     """Share of a unit's forward that recomputation repeats (the down projection is not)."""
+    offload_buffers: int = Field(default=2, ge=1)
+    """Micro-batches whose offloaded activations are on the card at once, on their way out or in."""
+
+    def of_kind(self, unit: int) -> tuple[int, int]:
+        """(place of `unit` among the units of its kind, number of these units)."""
+        same = [u for u, shape in enumerate(self.units) if shape.kind == self.units[unit].kind]
+        return same.index(unit), len(same)
 
 
 class StepShape(Value):

@@ -1,0 +1,330 @@
+"""(StreamPlan, StepShape) -> Schedule: what a streamed step does, written once, for the engine and the simulator alike.
+
+A step goes forward through the units and back, once a wave. What a buffer still holds is not loaded again: the units at the
+turn from forward to backward, and from one wave to the next (turn-around). The program below is sequential; which op waits for
+which, and how far transfers run ahead, follows from the buffers it names (see program.py).
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Final
+
+from muletrain.schedule.ops import Buffer, Kind, Resource, Schedule, ScheduleError, StepShape, StreamPlan
+from muletrain.schedule.program import Draft, Program
+
+GRADIENT_BUFFERS: Final = 2
+"""A kind of unit: one is filled while the other is stored."""
+GRADIENT_SUM_BYTES: Final = 4
+"""Gradients are summed over micro-batches in fp32."""
+_SUMS: Final = Buffer("sums", ())
+
+
+def build(plan: StreamPlan, step: StepShape) -> Schedule:
+    """All ops of one step, in issue order. Raises ScheduleError if plan and step contradict each other."""
+    _require_consistent(plan, step)
+    builder = _Builder(plan, step)
+    if step.mode == "flush":
+        builder.flush()
+    elif step.mode == "evaluate":
+        builder.evaluate()
+    else:
+        builder.train()
+    return Schedule.model_construct(plan=plan, step=step, ops=builder.program.listed())
+
+
+def waves_of(plan: StreamPlan, step: StepShape) -> list[range]:
+    """Micro-batches by wave: contiguous, as even as they go, no wave empty."""
+    count = len(step.micro_batches)
+    waves = min(plan.waves, count)
+    bounds = [count * w // waves for w in range(waves + 1)] if waves else []
+    return [range(a, b) for a, b in pairwise(bounds)]
+
+
+def _require_consistent(plan: StreamPlan, step: StepShape) -> None:
+    units = len(plan.units)
+    if units < 3:
+        raise ScheduleError(f"a streamed model has an embedding, blocks and a head; {units} units given")
+    if len(plan.activations) != units:
+        raise ScheduleError(f"activations names {len(plan.activations)} units of {units}")
+    for u, unit in enumerate(plan.units):
+        if sum(unit.pieces) != unit.parameters:
+            raise ScheduleError(f"pieces of unit {u} sum to {sum(unit.pieces)}, it has {unit.parameters} parameters")
+    if min(plan.slots, plan.staging, plan.waves) < 1:
+        raise ScheduleError("slots, staging and waves must be at least 1")
+    if step.mode == "flush":
+        if not step.pending:
+            raise ScheduleError("a flush applies pending updates; none are pending")
+    elif not step.micro_batches:
+        raise ScheduleError(f"{step.mode} without micro-batches")
+    if step.pending and step.mode == "evaluate":
+        raise ScheduleError("pending updates must be flushed before evaluation")
+    if step.pending and plan.update == "in_backward":
+        raise ScheduleError("updates in backward leave nothing pending")
+
+
+class _Builder:
+    """Writes the program of one step."""
+
+    def __init__(self, plan: StreamPlan, step: StepShape) -> None:
+        self.program = Program()
+        self._plan, self._step = plan, step
+        self._head = len(plan.units) - 1
+        self._waves = waves_of(plan, step)
+        self._training = step.mode == "train"
+        self._slots: list[tuple[Buffer, ...]] = []
+        """By unit: the pieces of its slot."""
+        self._gradients: list[Buffer] = []
+        """By unit."""
+        self._holder: dict[tuple[int, ...], int] = {}
+        """(kind, slot) -> the unit whose parameters are in it."""
+        self._input_holder: dict[Buffer, tuple[int, int]] = {}
+        """Input buffer -> (unit, micro-batch)."""
+        self._sharers: dict[Buffer, int] = {}
+        """Gradient buffer -> trainable units that use it."""
+        self._staged = self._offloaded = 0
+        self._last_load = self._last_update = -1
+        self._pending = {u for u, shape in enumerate(plan.units) if shape.trainable and step.pending}
+        places: dict[int, int] = {}
+        for shape in plan.units:
+            place = places.get(shape.kind, 0)
+            places[shape.kind] = place + 1
+            slot = (shape.kind, place % plan.slots)
+            # A unit without parameters still has a slot, of no bytes, so that its ops are like all others.
+            self._slots.append(tuple(Buffer("slot", (*slot, p)) for p in range(max(1, len(shape.pieces)))))
+            self._gradients.append(Buffer("gradient", (shape.kind, place % GRADIENT_BUFFERS)))
+            if shape.trainable:
+                self._sharers[self._gradients[-1]] = self._sharers.get(self._gradients[-1], 0) + 1
+
+    # --- the three modes -------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Every pending update, nothing else."""
+        for unit, shape in enumerate(self._plan.units):
+            if shape.trainable:
+                self._update(unit, 0, chained=True)
+
+    def evaluate(self) -> None:
+        """Forward only."""
+        for wave, micro_batches in enumerate(self._waves):
+            self._forward_wave(wave, micro_batches)
+
+    def train(self) -> None:
+        """Forward and backward of each wave, then the one wait."""
+        for wave, micro_batches in enumerate(self._waves):
+            self._forward_wave(wave, micro_batches)
+            for unit in range(self._head - 1, -1, -1):
+                if unit > 0 or self._plan.units[0].trainable:
+                    self._backward_unit(unit, wave, micro_batches)
+        self._add("decide", "host", (_SUMS,), ())
+
+    # --- forward ---------------------------------------------------------------------------------------------------
+
+    def _forward_wave(self, wave: int, micro_batches: range) -> None:
+        for unit in range(self._head):
+            self._load(unit, wave)
+            for m in micro_batches:
+                self._forward(unit, wave, m)
+        self._load(self._head, wave)
+        if self._training and wave > 0:
+            self._fetch_gradient(self._head, wave)
+        for m in micro_batches:
+            self._epilogue(wave, m)
+        if self._training:
+            self._finish_gradient(self._head, wave)
+
+    def _load(self, unit: int, wave: int) -> None:
+        """The unit's parameters are in its slot: updated, fetched, or there already."""
+        slot = self._slots[unit]
+        key = slot[0].index[:2]
+        if unit in self._pending:
+            self._pending.remove(unit)
+            self._update(unit, wave, chained=True)
+        elif self._holder.get(key) != unit:
+            reads = tuple(Buffer("host_parameters", (unit, p)) for p in range(len(slot)))
+            size = self._plan.units[unit].parameters * self._plan.working_bytes
+            self._last_load = self._add(
+                "fetch", "up", reads, slot, unit=unit, wave=wave, size_bytes=size, behind=self._last_load
+            )
+        self._holder[key] = unit
+
+    def _forward(self, unit: int, wave: int, m: int) -> None:
+        shape, tokens = self._plan.units[unit], self._step.micro_batches[m]
+        reads = self._slots[unit]
+        writes: tuple[Buffer, ...] = (self._input(unit + 1, wave, m),)
+        if unit > 0:
+            reads = (*reads, self._input(unit, wave, m))
+            if self._training and self._plan.inputs == "host" and unit < self._head - 1:
+                self._send(unit, wave, m, 0)
+        kept = self._kept(unit, wave, m) if self._training else None
+        if kept:
+            writes = (*writes, kept)
+        self._add(
+            "forward", "compute", reads, writes, unit=unit, wave=wave, micro_batch=m, flops=shape.forward_flops_a_token * tokens
+        )
+        self._input_holder[writes[0]] = (unit + 1, m)
+        if kept and self._plan.activations[unit] == "offload":
+            self._send(unit, wave, m, 1, kept)
+
+    def _epilogue(self, wave: int, m: int) -> None:
+        shape, tokens = self._plan.units[self._head], self._step.micro_batches[m]
+        reads: tuple[Buffer, ...] = (*self._slots[self._head], self._input(self._head, wave, m))
+        writes: tuple[Buffer, ...] = (_SUMS,)
+        times = 1
+        if self._training:
+            times = 3 if shape.trainable else 2
+            writes = (*writes, self._hidden_gradient(wave, m))
+            if shape.trainable:
+                writes = (*writes, self._gradients[self._head])
+                if wave > 0 or m > 0:
+                    reads = (*reads, self._gradients[self._head])
+        flops = times * shape.forward_flops_a_token * tokens
+        self._add("epilogue", "compute", reads, writes, unit=self._head, wave=wave, micro_batch=m, flops=flops)
+
+    # --- backward --------------------------------------------------------------------------------------------------
+
+    def _backward_unit(self, unit: int, wave: int, micro_batches: range) -> None:
+        self._load(unit, wave)
+        if wave > 0:
+            self._fetch_gradient(unit, wave)
+        for m in micro_batches:
+            self._backward(unit, wave, m)
+        self._finish_gradient(unit, wave)
+
+    def _backward(self, unit: int, wave: int, m: int) -> None:
+        plan, shape, tokens = self._plan, self._plan.units[unit], self._step.micro_batches[m]
+        hidden_gradient = self._hidden_gradient(wave, m)
+        reads: tuple[Buffer, ...] = (*self._slots[unit], hidden_gradient)
+        writes: tuple[Buffer, ...] = (hidden_gradient,)
+        if unit > 0:
+            source = self._input(unit, wave, m)
+            if self._input_holder.get(source) != (unit, m):
+                self._receive(unit, wave, m, 0, source)
+                self._input_holder[source] = (unit, m)
+            reads = (*reads, source)
+        kept = self._kept(unit, wave, m)
+        if kept:
+            if plan.activations[unit] == "offload":
+                self._receive(unit, wave, m, 1, kept)
+            reads = (*reads, kept)
+        if shape.trainable:
+            writes = (*writes, self._gradients[unit])
+            if wave > 0 or m > 0:
+                reads = (*reads, self._gradients[unit])
+        else:
+            writes = (*writes, _SUMS)  # what an adapter that stays on the card adds to the norm
+        times = (2.0 if shape.trainable else 1.0) + (plan.recompute_factor if plan.activations[unit] == "recompute" else 0.0)
+        flops = times * shape.forward_flops_a_token * tokens
+        self._add("backward", "compute", reads, writes, unit=unit, wave=wave, micro_batch=m, flops=flops)
+
+    def _finish_gradient(self, unit: int, wave: int) -> None:
+        """A unit's gradient after its last micro-batch of a wave: measured, stored or used, or left where it is."""
+        plan, shape, gradient = self._plan, self._plan.units[unit], self._gradients[unit]
+        if not shape.trainable:
+            return
+        last = wave == len(self._waves) - 1
+        if last and plan.update == "in_backward":
+            self._update(unit, wave, chained=False)
+            return
+        if last:
+            read_bytes = float(shape.parameters * GRADIENT_SUM_BYTES)
+            self._add("norm", "compute", (gradient, _SUMS), (_SUMS,), unit=unit, wave=wave, memory_bytes=read_bytes)
+        if last or self._sharers[gradient] > 1:
+            size = shape.parameters * plan.gradient_bytes
+            self._add("store", "down", (gradient,), (Buffer("host_gradient", (unit,)),), unit=unit, wave=wave, size_bytes=size)
+
+    def _fetch_gradient(self, unit: int, wave: int) -> None:
+        """The sum of the waves before, unless the gradient buffer is the unit's own and still holds it."""
+        shape, gradient = self._plan.units[unit], self._gradients[unit]
+        if shape.trainable and self._sharers[gradient] > 1:
+            size = shape.parameters * self._plan.gradient_bytes
+            source = Buffer("host_gradient", (unit,))
+            self._add("fetch_gradient", "up", (source,), (gradient,), unit=unit, wave=wave, size_bytes=size)
+
+    # --- pieces of optimizer state ---------------------------------------------------------------------------------
+
+    def _update(self, unit: int, wave: int, *, chained: bool) -> None:
+        """Each piece up, updated and published. `chained`: it is how the unit's parameters get to their slot, so it takes
+        its turn among the fetches."""
+        plan = self._plan
+        in_backward = plan.update == "in_backward"
+        up = plan.state_up_bytes - (plan.gradient_bytes if in_backward else 0)
+        for piece, elements in enumerate(plan.units[unit].pieces):
+            staging = Buffer("staging", (self._staged % plan.staging,))
+            self._staged += 1
+            state, slot = Buffer("host_state", (unit, piece)), self._slots[unit][piece]
+            gradient = self._gradients[unit] if in_backward else Buffer("host_gradient", (unit,))
+            fetched = self._add(
+                "fetch_state", "up", (state,) if in_backward else (state, gradient), (staging,),
+                unit=unit, wave=wave, piece=piece, size_bytes=round(elements * up), behind=self._last_load if chained else -1,
+            )  # fmt: skip
+            if chained:
+                self._last_load = fetched
+            self._last_update = self._add(
+                "update", "update", (staging, gradient) if in_backward else (staging,), (staging, slot),
+                unit=unit, wave=wave, piece=piece, memory_bytes=elements * (plan.state_up_bytes + plan.state_down_bytes),
+                behind=self._last_update,
+            )  # fmt: skip
+            self._add(
+                "publish", "down", (staging, slot), (state, Buffer("host_parameters", (unit, piece))),
+                unit=unit, wave=wave, piece=piece, size_bytes=round(elements * plan.state_down_bytes),
+            )  # fmt: skip
+
+    # --- activations -----------------------------------------------------------------------------------------------
+
+    def _send(self, unit: int, wave: int, m: int, piece: int, kept: Buffer | None = None) -> None:
+        source = kept or self._input(unit, wave, m)
+        target = self._on_host(unit, wave, m, piece)
+        size = self._activation_bytes(unit, m, piece)
+        self._add("send", "down", (source,), (target,), unit=unit, wave=wave, micro_batch=m, piece=piece, size_bytes=size)
+
+    def _receive(self, unit: int, wave: int, m: int, piece: int, target: Buffer) -> None:
+        source = self._on_host(unit, wave, m, piece)
+        size = self._activation_bytes(unit, m, piece)
+        self._add("receive", "up", (source,), (target,), unit=unit, wave=wave, micro_batch=m, piece=piece, size_bytes=size)
+
+    def _activation_bytes(self, unit: int, m: int, piece: int) -> int:
+        a_token = self._plan.units[unit].kept_bytes_a_token if piece else self._plan.hidden * self._plan.working_bytes
+        return a_token * self._step.micro_batches[m]
+
+    def _on_host(self, unit: int, wave: int, m: int, piece: int) -> Buffer:
+        return Buffer("host_kept" if piece else "host_input", (unit, m - self._waves[wave].start))
+
+    def _input(self, unit: int, wave: int, m: int) -> Buffer:
+        row = unit if self._plan.inputs == "card" else unit % 2
+        return Buffer("input", (row, m - self._waves[wave].start))
+
+    def _hidden_gradient(self, wave: int, m: int) -> Buffer:
+        return Buffer("hidden_gradient", (m - self._waves[wave].start,))
+
+    def _kept(self, unit: int, wave: int, m: int) -> Buffer | None:
+        """Where what the unit saves for backward is or goes; None if it is computed again."""
+        policy = self._plan.activations[unit]
+        if policy == "recompute" or (unit == 0 and not self._plan.units[0].trainable):
+            return None
+        if policy == "keep":
+            return Buffer("kept", (unit, m - self._waves[wave].start))
+        self._offloaded += 1
+        return Buffer("kept", ((self._offloaded - 1) % self._plan.offload_buffers,))
+
+    def _add(
+        self,
+        kind: Kind,
+        resource: Resource,
+        reads: tuple[Buffer, ...],
+        writes: tuple[Buffer, ...],
+        *,
+        unit: int = -1,
+        wave: int = -1,
+        micro_batch: int = -1,
+        piece: int = -1,
+        size_bytes: int = 0,
+        flops: float = 0.0,
+        memory_bytes: float = 0.0,
+        behind: int = -1,
+    ) -> int:
+        return self.program.add(
+            Draft(
+                kind, resource, reads, writes, unit, wave, micro_batch, piece, size_bytes, flops, memory_bytes, behind=behind
+            )
+        )  # fmt: skip
