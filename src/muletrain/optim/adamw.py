@@ -71,7 +71,7 @@ def update_scalars(
     return UpdateScalars(gradient_scale, values[0], values[1], values[2], values[3], apply)
 
 
-def _new_values(
+def new_values(
     master: Tensor,
     grad: Tensor,
     exp_avg: Tensor,
@@ -84,6 +84,7 @@ def _new_values(
     beta2: float,
     epsilon: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """(master, exp_avg, exp_avg_sq) after the update; pure. The one place where AdamW's arithmetic is written."""
     grad = grad.to(master.dtype) * gradient_scale
     exp_avg = exp_avg * beta1 + grad * (1.0 - beta1)
     exp_avg_sq = exp_avg_sq * beta2 + (grad * grad) * (1.0 - beta2)
@@ -94,7 +95,7 @@ def _new_values(
 def _update_with_working(
     working: Tensor, apply: Tensor, master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *rest: Tensor | float
 ) -> None:
-    new = _new_values(master, grad, exp_avg, exp_avg_sq, *rest)  # type: ignore[arg-type]
+    new = new_values(master, grad, exp_avg, exp_avg_sq, *rest)  # type: ignore[arg-type]
     chosen = torch.where(apply, new[0], master)
     master.copy_(chosen)
     working.copy_(chosen)
@@ -103,7 +104,7 @@ def _update_with_working(
 
 
 def _update(apply: Tensor, master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *rest: Tensor | float) -> None:
-    new = _new_values(master, grad, exp_avg, exp_avg_sq, *rest)  # type: ignore[arg-type]
+    new = new_values(master, grad, exp_avg, exp_avg_sq, *rest)  # type: ignore[arg-type]
     master.copy_(torch.where(apply, new[0], master))
     exp_avg.copy_(torch.where(apply, new[1], exp_avg))
     exp_avg_sq.copy_(torch.where(apply, new[2], exp_avg_sq))
@@ -127,7 +128,7 @@ def adamw_update(
         rest = (scalars.gradient_scale, scalars.step_size, scalars.inverse_bias2, keep)
         rest += (section.beta1, section.beta2, section.epsilon)  # type: ignore[assignment]
         if not on_gpu:
-            new = _new_values(state.master, grad, state.exp_avg, state.exp_avg_sq, *rest)
+            new = new_values(state.master, grad, state.exp_avg, state.exp_avg_sq, *rest)
             state.master.copy_(new[0])
             state.exp_avg.copy_(new[1])
             state.exp_avg_sq.copy_(new[2])
