@@ -10,8 +10,8 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Final
 
-from muletrain.schedule.ops import Buffer, Kind, Resource, Schedule, ScheduleError, StepShape, StreamPlan
-from muletrain.schedule.program import Draft, Program
+from muletrain.schedule.ops import Buffer, Place, Schedule, ScheduleError, StepShape, StreamPlan
+from muletrain.schedule.program import Program
 
 GRADIENT_BUFFERS: Final = 2
 """A kind of unit: one is filled while the other is stored."""
@@ -68,6 +68,7 @@ class _Builder:
 
     def __init__(self, plan: StreamPlan, step: StepShape) -> None:
         self.program = Program()
+        self._add = self.program.add
         self._plan, self._step = plan, step
         self._head = len(plan.units) - 1
         self._waves = waves_of(plan, step)
@@ -82,6 +83,7 @@ class _Builder:
         """Input buffer -> (unit, micro-batch)."""
         self._sharers: dict[Buffer, int] = {}
         """Gradient buffer -> trainable units that use it."""
+        self._known: dict[Buffer, Buffer] = {}
         self._staged = self._offloaded = 0
         self._last_load = self._last_update = -1
         self._pending = {u for u, shape in enumerate(plan.units) if shape.trainable and step.pending}
@@ -288,14 +290,14 @@ class _Builder:
         return a_token * self._step.micro_batches[m]
 
     def _on_host(self, unit: int, wave: int, m: int, piece: int) -> Buffer:
-        return Buffer("host_kept" if piece else "host_input", (unit, m - self._waves[wave].start))
+        return self._one("host_kept" if piece else "host_input", (unit, m - self._waves[wave].start))
 
     def _input(self, unit: int, wave: int, m: int) -> Buffer:
         row = unit if self._plan.inputs == "card" else unit % 2
-        return Buffer("input", (row, m - self._waves[wave].start))
+        return self._one("input", (row, m - self._waves[wave].start))
 
     def _hidden_gradient(self, wave: int, m: int) -> Buffer:
-        return Buffer("hidden_gradient", (m - self._waves[wave].start,))
+        return self._one("hidden_gradient", (m - self._waves[wave].start,))
 
     def _kept(self, unit: int, wave: int, m: int) -> Buffer | None:
         """Where what the unit saves for backward is or goes; None if it is computed again."""
@@ -303,28 +305,11 @@ class _Builder:
         if policy == "recompute" or (unit == 0 and not self._plan.units[0].trainable):
             return None
         if policy == "keep":
-            return Buffer("kept", (unit, m - self._waves[wave].start))
+            return self._one("kept", (unit, m - self._waves[wave].start))
         self._offloaded += 1
-        return Buffer("kept", ((self._offloaded - 1) % self._plan.offload_buffers,))
+        return self._one("kept", ((self._offloaded - 1) % self._plan.offload_buffers,))
 
-    def _add(
-        self,
-        kind: Kind,
-        resource: Resource,
-        reads: tuple[Buffer, ...],
-        writes: tuple[Buffer, ...],
-        *,
-        unit: int = -1,
-        wave: int = -1,
-        micro_batch: int = -1,
-        piece: int = -1,
-        size_bytes: int = 0,
-        flops: float = 0.0,
-        memory_bytes: float = 0.0,
-        behind: int = -1,
-    ) -> int:
-        return self.program.add(
-            Draft(
-                kind, resource, reads, writes, unit, wave, micro_batch, piece, size_bytes, flops, memory_bytes, behind=behind
-            )
-        )  # fmt: skip
+    def _one(self, place: Place, index: tuple[int, ...]) -> Buffer:
+        """The one object of its content: schedules name few buffers very often, and the garbage collector visits each."""
+        buffer = Buffer(place, index)
+        return self._known.setdefault(buffer, buffer)

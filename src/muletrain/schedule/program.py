@@ -11,7 +11,6 @@ Rejected: writing the edges by hand beside each op (the first thing to rot when 
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field
 from typing import Final
 
 from muletrain.schedule.ops import Buffer, Kind, Op, Resource
@@ -25,26 +24,6 @@ Clock = tuple[int, ...]
 """By resource: how many of its ops are complete."""
 
 
-@dataclass(slots=True)
-class Draft:
-    """An op without its place in the schedule; ids are positions in the program."""
-
-    kind: Kind
-    resource: Resource
-    reads: tuple[Buffer, ...]
-    writes: tuple[Buffer, ...]
-    unit: int = -1
-    wave: int = -1
-    micro_batch: int = -1
-    piece: int = -1
-    size_bytes: int = 0
-    flops: float = 0.0
-    memory_bytes: float = 0.0
-    needs: set[int] = field(default_factory=set)
-    behind: int = -1
-    """A draft that must be issued before this one though nothing of it is needed."""
-
-
 class _Access:
     """Who touched one buffer last."""
 
@@ -56,47 +35,76 @@ class _Access:
 
 
 class Program:
-    """Drafts in program order."""
+    """Ops in program order: their ids are positions in it, their `after` all that they conflict with."""
 
     def __init__(self) -> None:
-        self.drafts: list[Draft] = []
+        self.ops: list[Op] = []
         self._accesses: dict[Buffer, _Access] = {}
+        self._behind: dict[int, int] = {}
 
-    def add(self, draft: Draft) -> int:
-        """Appends `draft`, finds what it must wait for, and returns its position."""
-        position, accesses, needs = len(self.drafts), self._accesses, draft.needs
+    def add(
+        self,
+        kind: Kind,
+        resource: Resource,
+        reads: tuple[Buffer, ...],
+        writes: tuple[Buffer, ...],
+        *,
+        unit: int = -1,
+        wave: int = -1,
+        micro_batch: int = -1,
+        piece: int = -1,
+        size_bytes: int = 0,
+        flops: float = 0.0,
+        memory_bytes: float = 0.0,
+        behind: int = -1,
+    ) -> int:
+        """Appends an op and returns its position. `behind` is an op that must be issued before it, though nothing of it is
+        needed."""
+        position = len(self.ops)
+        after = self._conflicts(position, resource, reads, writes)
+        self.ops.append(
+            Op(position, kind, resource, unit, wave, micro_batch, piece, size_bytes, flops, memory_bytes, after, reads, writes)
+        )
+        if behind >= 0:
+            self._behind[position] = behind
+        return position
+
+    def _conflicts(
+        self, position: int, resource: Resource, reads: tuple[Buffer, ...], writes: tuple[Buffer, ...]
+    ) -> tuple[int, ...]:
+        accesses, needs = self._accesses, set()
         # A resource that keeps program order is represented by its last reader: the earlier ones are complete by then.
-        reader: str | int = draft.resource if draft.resource in _IN_PROGRAM_ORDER else position
-        for buffer in draft.reads:
+        reader: str | int = resource if resource in _IN_PROGRAM_ORDER else position
+        for buffer in reads:
             access = accesses.get(buffer)
             if access is None:
                 access = accesses[buffer] = _Access()
             needs.add(access.writer)
             access.readers[reader] = position
-        for buffer in draft.writes:
+        for buffer in writes:
             access = accesses.get(buffer)
             if access is None:
                 access = accesses[buffer] = _Access()
             needs.add(access.writer)
-            needs.update(access.readers.values())
+            if access.readers:
+                needs.update(access.readers.values())
+                access.readers.clear()
             access.writer = position
-            access.readers.clear()
         needs.discard(-1)
         needs.discard(position)
-        self.drafts.append(draft)
-        return position
+        return tuple(needs)
 
     def listed(self) -> tuple[Op, ...]:
         """The ops in order of issue, with the fewest `after` edges that hold all dependencies."""
-        order = _issue_order(self.drafts)
+        order = _issue_order(self.ops, self._behind)
         place = [0] * len(order)
         for new, old in enumerate(order):
             place[old] = new
         ops: list[Op] = []
         clocks = Clocks()
         for new, old in enumerate(order):
-            d = self.drafts[old]
-            after = clocks.advance(d.resource, sorted((place[n] for n in d.needs), reverse=True))
+            d = self.ops[old]
+            after = clocks.advance(d.resource, sorted([place[n] for n in d.after], reverse=True))
             ops.append(
                 Op(
                     new, d.kind, d.resource, d.unit, d.wave, d.micro_batch, d.piece,
@@ -140,17 +148,18 @@ class Clocks:
         return earlier != later and self.clocks[later][its] >= count
 
 
-def _issue_order(drafts: list[Draft]) -> list[int]:
+def _issue_order(ops: list[Op], behind: dict[int, int]) -> list[int]:
     """Positions in the program in order of issue: compute and host as programmed, and each other op as soon as all that it
     waits for is issued; of several, the one first in the program, which is the one needed first."""
-    waiting = [len(d.needs) + (d.behind >= 0) for d in drafts]
-    then: list[list[int]] = [[] for _ in drafts]
-    for position, draft in enumerate(drafts):
-        for need in draft.needs:
-            then[need].append(position)
-        if draft.behind >= 0:
-            then[draft.behind].append(position)
-    spine = [draft.resource in ("compute", "host") for draft in drafts]
+    waiting = [len(op.after) for op in ops]
+    then: list[list[int]] = [[] for _ in ops]
+    for op in ops:
+        for need in op.after:
+            then[need].append(op.id)
+    for position, first in behind.items():
+        waiting[position] += 1
+        then[first].append(position)
+    spine = [op.resource in ("compute", "host") for op in ops]
     ready = [p for p, count in enumerate(waiting) if count == 0 and not spine[p]]
     order: list[int] = []
 

@@ -1,0 +1,59 @@
+"""What a streamed step keeps on the card and in host memory, by part. Sizes are allocated once, for the largest wave."""
+
+from __future__ import annotations
+
+from muletrain.schedule.build import GRADIENT_BUFFERS, GRADIENT_SUM_BYTES, waves_of
+from muletrain.schedule.ops import StepShape, StreamPlan, UnitShape
+
+
+def wave_positions(plan: StreamPlan, step: StepShape) -> int:
+    """Positions in the largest wave."""
+    return max((sum(step.micro_batches[m] for m in wave) for wave in waves_of(plan, step)), default=0)
+
+
+def card_bytes(plan: StreamPlan, step: StepShape, *, logits_bytes: int = 0, context_bytes: int = 0) -> dict[str, int]:
+    """Bytes by part. `logits_bytes`: what the loss needs at once. `context_bytes`: the driver's own memory and workspaces."""
+    kinds: dict[int, list[UnitShape]] = {}
+    for unit in plan.units:
+        kinds.setdefault(unit.kind, []).append(unit)
+    pieces = [piece for unit in plan.units if unit.trainable for piece in unit.pieces]
+    wave, micro_batch = wave_positions(plan, step), max(step.micro_batches, default=0)
+    hidden_bytes = plan.hidden * plan.working_bytes
+    offloaded = [u.kept_bytes_a_token for u, a in zip(plan.units, plan.activations, strict=True) if a == "offload"]
+    kept = sum(u.kept_bytes_a_token for u, a in zip(plan.units, plan.activations, strict=True) if a == "keep")
+    input_rows = 2 if plan.inputs == "host" else len(plan.units) - 1
+    return {
+        "slots": sum(min(plan.slots, len(k)) * max(u.parameters for u in k) for k in kinds.values()) * plan.working_bytes,
+        "staging": round(plan.staging * max(pieces, default=0) * max(plan.state_up_bytes, plan.state_down_bytes)),
+        "gradients": sum(_gradients(k) for k in kinds.values()) * GRADIENT_SUM_BYTES,
+        "inputs": input_rows * wave * hidden_bytes,
+        "hidden_gradients": wave * hidden_bytes,
+        "kept": kept * wave,
+        "offload": plan.offload_buffers * max(offloaded, default=0) * micro_batch,
+        "working": max(u.kept_bytes_a_token for u in plan.units) * micro_batch,
+        "logits": logits_bytes,
+        "context": context_bytes,
+    }
+
+
+def host_bytes(plan: StreamPlan, step: StepShape) -> dict[str, int]:
+    """Bytes in host memory by part, of one worker's step; parameters and state are the box's."""
+    trainable = sum(u.parameters for u in plan.units if u.trainable)
+    frozen = sum(u.parameters for u in plan.units if not u.trainable)
+    wave = wave_positions(plan, step)
+    stored = plan.update == "next_fetch" or plan.waves > 1
+    rows = max(0, len(plan.units) - 3) if plan.inputs == "host" else 0
+    offloaded = sum(u.kept_bytes_a_token for u, a in zip(plan.units, plan.activations, strict=True) if a == "offload")
+    return {
+        "parameters": (frozen + trainable) * plan.working_bytes,
+        "state": round(trainable * (plan.state_down_bytes - plan.working_bytes)),
+        "gradients": trainable * plan.gradient_bytes if stored else 0,
+        "inputs": rows * wave * plan.hidden * plan.working_bytes,
+        "offload": offloaded * wave,
+    }
+
+
+def _gradients(kind: list[UnitShape]) -> int:
+    """Elements of a kind's gradient buffers: as many as `build` deals to its trainable units."""
+    buffers = {place % GRADIENT_BUFFERS for place, unit in enumerate(kind) if unit.trainable}
+    return len(buffers) * max((u.parameters for u in kind if u.trainable), default=0)
