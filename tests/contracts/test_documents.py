@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contracts.source_rules import ROOT
+from tests.contracts.source_rules import ROOT, SOURCE
 
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 DOCUMENTS = [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -87,3 +87,12 @@ def test_the_make_targets_and_links_of_the_page_exist(path: Path) -> None:
     assert named <= targets
     links = {link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link}
     assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+def test_the_rooms_and_files_that_the_architecture_names_exist() -> None:
+    text = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    files = set(re.findall(r"`([\w/]+/[\w]*\.(?:py|yaml))`", text))
+    assert len(files) > 10
+    assert [name for name in sorted(files) if not any((base / name).exists() for base in (SOURCE, ROOT))] == []
+    described = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
+    assert described == {path.parent.name for path in SOURCE.glob("*/__init__.py")}
