@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from muletrain.spec.plan import (
     ParallelPlan,
     Plan,
     PrecisionPlan,
+    StreamingPlan,
     TrainPlan,
 )
 from muletrain.spec.recipe import OptimizerSection, ScheduleSection
@@ -46,6 +47,7 @@ class Run:
     rate: float = 3e-3
     steps: int = 20
     seed: int = 7
+    streaming: dict[str, Any] = field(default_factory=dict)
 
 
 def plan_of(run: Run, workers: int = 1) -> Plan:
@@ -83,6 +85,7 @@ def plan_of(run: Run, workers: int = 1) -> Plan:
             activations="recompute" if run.strategy == "streamed" else run.activations,  # all it has
             loss_chunk=24,
             gpu_limit=0,
+            streaming=StreamingPlan(**run.streaming),
             host_limit=0,
             ledger=Ledger(items=()),
         ),

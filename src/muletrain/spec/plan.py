@@ -66,6 +66,24 @@ class PrecisionPlan(Value):
     """fp16 only; 1 elsewhere."""
 
 
+class StreamingPlan(Value):
+    """How the streamed strategy lays out a step; without meaning under the others."""
+
+    slots: int = 2
+    """Blocks of a kind whose weights are on the device at once."""
+    staging: int = 3
+    """Buffers that pieces of optimizer state pass through."""
+    piece: int = 2**25
+    """Elements in a piece of optimizer state, at most."""
+    waves: int = 1
+    """Groups that a step's micro-batches go through the model in."""
+    inputs: Literal["card", "host"] = "card"
+    """Where the blocks' inputs wait for backward."""
+    moments: Literal["fp32", "bf16", "8bit"] = "fp32"
+    gradients: Literal["master", "bf16"] = "master"
+    """Format of a block's summed gradient in host memory: the masters' (fp32), or bf16."""
+
+
 class MemoryPlan(Value):
     """Where memory lives."""
 
@@ -76,6 +94,7 @@ class MemoryPlan(Value):
     """Bytes a worker may use on its card; 0: no cap."""
     host_limit: int = 0
     """Bytes of host memory that the plan was held to; 0: what the machine has."""
+    streaming: StreamingPlan = StreamingPlan()
     ledger: Ledger
 
 

@@ -195,6 +195,7 @@ class RunConfig(Value):
     """A whole request. `run_dir` is the run's folder: request, plan, events, record, checkpoints."""
 
     run_dir: Name
+    """The run's folder, e.g. runs/first: made if it is not there, continued if it is."""
     model: ModelSection
     data: DataSection
     train: TrainSection = TrainSection()

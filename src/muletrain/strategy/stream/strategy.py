@@ -1,11 +1,12 @@
-"""streamed: a step goes through the model block by block, all micro-batches through one block before the next.
+"""streamed: parameters, gradients and optimizer state live in host memory; a step goes through the model unit by unit.
 
-  prologue of each micro-batch | blocks, fetched one at a time | epilogue of each | blocks in reverse | prologue backward
+All micro-batches of a wave go through one unit before the next, so a unit's weights cross the link twice a wave and only one
+unit's activations are alive. What is done in which order, and what waits for what, is a Schedule (schedule.build); this class
+builds the pieces, keeps what lasts from step to step, and hands each op to the one who does it.
 
-Only one block's activations are alive at a time: between blocks just their inputs are kept, and a block's own graph is computed
-again in its backward. Gradients come from torch.autograd.grad on explicit tensors, so nothing hangs on `.grad` fields and the
-order in which they are added is the resident strategy's: the two give the same bits. This version runs on a CPU with one
-worker; embedding, final norm and head stay on the device.
+With a global norm clip a unit cannot be updated when its gradient is there, since the norm is not known yet. It is updated when
+it is next fetched, in the next step: synchronous semantics, nothing stale, and the update rides along with a transfer that
+happens anyway. `flush` applies what is pending before weights or state are read.
 """
 
 from __future__ import annotations
@@ -18,195 +19,189 @@ from torch import Tensor, nn
 
 from muletrain.data.batch import MicroBatch
 from muletrain.metrics.memory import peak_memory_bytes
-from muletrain.models.build import materialize_buffers
 from muletrain.models.causal import canonical_name
-from muletrain.models.weights import WeightSource
-from muletrain.precision.policy import Precision
+from muletrain.schedule.build import build
+from muletrain.schedule.ops import Op, Schedule, StepShape
+from muletrain.spec.plan import StreamingPlan
 from muletrain.strategy.contract import StepContext, StepResult
-from muletrain.strategy.forward import evaluate
 from muletrain.strategy.materials import Materials
 from muletrain.strategy.parts import StepParts
-from muletrain.strategy.place import by_kind, place_parameter, round_masters
-from muletrain.strategy.randomness import PROLOGUE, KeyedRandom
-from muletrain.strategy.stream.blocks import SLOTS, HostBlock, Slot
-from muletrain.strategy.stream.proxy import Call, Captured, LayerProxy, Stage, hidden_of
-from muletrain.strategy.update import square_norm
+from muletrain.strategy.randomness import KeyedRandom
+from muletrain.strategy.stream.compute import Compute, Work
+from muletrain.strategy.stream.device import Pending
+from muletrain.strategy.stream.executor import Executor, InOrder, Streams
+from muletrain.strategy.stream.setup import Built, assemble
+from muletrain.strategy.update import Decision
 
 
 class StreamedStrategy:
-    """See strategy.contract.Strategy."""
+    """See strategy.contract.Strategy. One worker."""
 
-    def __init__(self, materials: Materials, prepare: Callable[[nn.Module], None]) -> None:
+    def __init__(
+        self,
+        materials: Materials,
+        prepare: Callable[[nn.Module], None],
+        streaming: StreamingPlan,
+        seed: int,
+    ) -> None:
+        """`prepare` makes a slot's block run as the plan says."""
         m = materials
-        model, weights, device, precision = m.model, m.weights, m.device, m.precision
-        self._model, self._device, self._random = model, device, m.random
+        self._model, self._torch_device, self._random = m.model, m.device, m.random
         self._updater, self._meter = m.updater, m.meter
-        model.to(precision.compute)
-        names = [canonical_name(name) for name, _ in model.named_parameters()]
-        self._stage = Stage(self._run_block)
-        self._blocks: list[HostBlock] = []
-        self._slots: dict[tuple[str, int], Slot] = {}
-        self._take_blocks(weights, precision, prepare)
-        model.to_empty(device=device)
-        materialize_buffers(model, device)
-        outer = [(canonical_name(name), p) for name, p in model.named_parameters()]
-        self._outer = [p for _, p in outer]
-        outer_states = [place_parameter(name, p, weights, precision) for name, p in outer]
-        self._outer_sums = {p: torch.zeros_like(p, dtype=precision.master, requires_grad=False) for p in self._outer}
-        states = {s.name: s for s in [*outer_states, *(s for block in self._blocks for s in block.states())]}
-        sums = {name: self._outer_sums[p] for name, p in outer}
-        for block in self._blocks:
-            sums.update((block.prefix + s.name, g) for s, g in zip(block.segments, block.gradients(), strict=True))
-        self._states = [states[name] for name in names]
-        self._sums = [sums[name] for name in names]
+        self._names = [canonical_name(name) for name, _ in m.model.named_parameters()]
+        self._built: Built = assemble(materials, prepare, streaming, seed, self._run_layer)
+        self._device = self._built.device
+        self._compute = Compute(m.model, self._device, self._built.stage, m.random)
+        self.executor: Executor = Streams(m.device) if m.device.type == "cuda" else InOrder()
+        self._schedules: dict[StepShape, Schedule] = {}
+        self._norms = torch.zeros(len(self._names), dtype=torch.float64, device=m.device)
+        self._work: Work | None = None
+        self._decision: Decision | None = None
+        self._context: StepContext | None = None
+        self._lent: dict[str, dict[str, Tensor]] = {}
 
-    def _take_blocks(self, weights: WeightSource, precision: Precision, prepare: Callable[[nn.Module], None]) -> None:
-        layers = self._model.layers
-        prefix = next(canonical_name(name) for name, module in self._model.named_modules() if module is layers)
-        for number, layer in enumerate(layers):
-            block = HostBlock(f"{prefix}.{number}.", layer, precision)
-            block.fill(weights)
-            self._blocks.append(block)
-            place = (block.kind, number % SLOTS)
-            if place not in self._slots:
-                self._slots[place] = Slot(layer, self._device, precision, prepare)
-            layers[number] = LayerProxy(self._stage, number, number == len(layers) - 1, layer)
-
-    def _slot(self, layer: int) -> Slot:
-        block = self._blocks[layer]
-        slot = self._slots[block.kind, layer % SLOTS]
-        slot.fetch(block)
-        return slot
-
-    def _run_block(self, layer: int, hidden: Tensor, call: Call) -> Any:
-        slot = self._slot(layer)
-        slot.module.train(self._model.training)
-        self._random.enter(layer)
-        return slot.module(hidden, *call.args, **call.kwargs)
+    # --- a step -----------------------------------------------------------------------------------------------------
 
     def step(self, micro_batches: Sequence[MicroBatch], context: StepContext) -> StepResult:
-        """One update over this worker's micro-batches."""
-        parts = StepParts(self._device, self._meter)
-        total = self._accumulate(micro_batches, context.window)
+        """One update over this worker's micro-batches, applied when units are next fetched."""
+        self._lent = {}
+        parts = StepParts(self._torch_device, self._meter)
+        self._context = context
+        self._run(micro_batches, "train", context.window)
+        assert self._decision is not None
+        decision, self._decision = self._decision, None
         parts.end("compute")
-        squares = square_norm(self._sums)
-        decision = self._updater.decide(total, sum(b.tokens for b in micro_batches), squares, context)
-        self._updater.apply(self._states, self._sums, decision)
-        self._release()
-        parts.end("update")
-        return self._updater.result(decision, parts.seconds)
+        result = self._updater.result(decision, parts.seconds)
+        if not result.skipped:
+            self._device.pending = Pending(decision.scalars, context.update)
+        return result
 
-    def _release(self) -> None:
-        for slot in self._slots.values():
-            slot.release()
+    def _run(self, micro_batches: Sequence[MicroBatch], mode: Any, window: int = 0) -> Work:
+        device = self._torch_device
+        batches = [batch.to(device) for batch in micro_batches]
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        self._work = work = Work(batches, window, mode == "train", self._updater.scaler.factor, zero)
+        shape = StepShape(
+            micro_batches=tuple(batch.input_ids.numel() for batch in batches),
+            sequence_length=batches[0].input_ids.shape[1] if batches else 1,
+            pending=self._device.pending is not None,
+            mode=mode,
+        )
+        if shape not in self._schedules:
+            self._schedules[shape] = build(self._device.plan, shape)
+        if self._device.plan.inputs == "host" and batches:
+            self._built.ensure_inputs(max(shape.micro_batches), len(batches))
+        self.executor.run(self._schedules[shape], self._do)
+        self._device.pending, self._work = None, None
+        return work
 
-    def _accumulate(self, micro_batches: Sequence[MicroBatch], window: int) -> Tensor:
-        """Gradient sums of the step in self._sums; returns the loss sum."""
-        batches = [batch.to(self._device) for batch in micro_batches]
-        prologues = [self._prologue(batch, window) for batch in batches]
-        inputs, outputs = self._forward(batches, prologues, window)
-        for total in self._outer_sums.values():
-            total.zero_()
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
-        gradients, head_grads = [], []
-        for number, batch in enumerate(batches):
-            final = outputs[-1][number].detach().requires_grad_()
-            loss = self._epilogue(batch, final)
-            loss_sum += loss.detach()
-            gradient, *rest = torch.autograd.grad(loss, [final, *self._outer], allow_unused=True)
-            gradients.append(gradient)
-            head_grads.append(rest)
-        gradients = self._backward(inputs, outputs, gradients)
-        self._finish_outer(prologues, gradients, head_grads)
-        return loss_sum
+    def _do(self, op: Op) -> None:
+        """One op, where the executor puts it."""
+        match op.kind:
+            case "forward":
+                self._compute.forward(op, self._now)
+            case "epilogue":
+                self._compute.epilogue(op, self._now)
+            case "backward":
+                self._compute.backward(op, self._now)
+            case "norm":
+                self._norm(op)
+            case "decide":
+                self._decide()
+            case _:
+                getattr(self._device, op.kind)(op)
 
-    def _prologue(self, batch: MicroBatch, window: int) -> Captured:
-        self._stage.mode = "capture"
-        self._random.at(window, batch.index)
-        self._random.enter(PROLOGUE)
-        self._model.hidden_states(batch.input_ids, batch.position_ids, batch.cu_seqlens, batch.max_seqlen)
-        assert self._stage.first is not None
-        return Captured(self._stage.first, self._stage.calls)
+    @property
+    def _now(self) -> Work:
+        assert self._work is not None
+        return self._work
 
-    def _forward(
-        self, batches: Sequence[MicroBatch], prologues: Sequence[Captured], window: int
-    ) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-        """Inputs and outputs [layer][micro-batch]; an output carries its block's graph, which holds little but the input."""
-        inputs, outputs = [], []
-        hidden = [captured.hidden for captured in prologues]
-        for layer in range(len(self._blocks)):
-            inputs.append([h.detach().requires_grad_() for h in hidden])
-            hidden = []
-            for batch, captured, h in zip(batches, prologues, inputs[-1], strict=True):
-                self._random.at(window, batch.index)
-                hidden.append(hidden_of(self._run_block(layer, h, captured.calls[layer])))
-            outputs.append(hidden)
-        return inputs, outputs
+    @torch.no_grad()
+    def _norm(self, op: Op) -> None:
+        grads = self._device.gradient_views(op)
+        places = self._built.norm_places[op.unit]
+        if self._torch_device.type == "cuda":
+            self._norms[places] = torch.stack(torch._foreach_norm(grads, 2)).double()
+            return
+        for place, grad in zip(places.tolist(), grads, strict=True):
+            self._norms[place] = torch.linalg.vector_norm(grad, dtype=torch.float64)
 
-    def _epilogue(self, batch: MicroBatch, final: Tensor) -> Tensor:
-        self._stage.mode, self._stage.final = "replay", final
-        hidden = self._model.hidden_states(batch.input_ids, batch.position_ids, batch.cu_seqlens, batch.max_seqlen)
-        self._stage.mode, self._stage.final = "run", None
-        return self._model.head_loss(hidden, batch.labels, self._updater.scaler.factor)
+    def _decide(self) -> None:
+        work = self._now
+        tokens = sum(batch.tokens for batch in work.batches)
+        assert self._context is not None
+        self._decision = self._updater.decide(work.loss_sum, tokens, self._norms.square().sum(), self._context)
 
-    def _backward(self, inputs: list[list[Tensor]], outputs: list[list[Tensor]], gradients: list[Tensor]) -> list[Tensor]:
-        for layer in reversed(range(len(self._blocks))):
-            slot = self._slot(layer)
-            layer_inputs, layer_outputs = inputs.pop(), outputs.pop()
-            for number, (x, y) in enumerate(zip(layer_inputs, layer_outputs, strict=True)):
-                gradients[number], *grads = torch.autograd.grad(y, [x, *slot.parameters], gradients[number])
-                slot.add(tuple(grads), first=number == 0)
-            slot.store(self._blocks[layer])
-        return gradients
+    def _run_layer(self, layer: int, hidden: Tensor, call: Any) -> Any:
+        """The first real call of a family's layer: what shape of output it has. Its unit is fetched out of turn."""
+        slot = self._device.slots[layer + 1]
+        slot.flat.copy_(self._device.units[layer + 1].working)
+        with torch.no_grad():
+            return slot.module(hidden, *call.args, **call.kwargs)  # type: ignore[misc]
 
-    def _finish_outer(
-        self, prologues: Sequence[Captured], gradients: Sequence[Tensor], head_grads: Sequence[Sequence[Tensor | None]]
-    ) -> None:
-        """Adds the gradients of embedding, norm and head micro-batch by micro-batch, both uses of a tied weight together.
-
-        That is the order in which one backward through the whole model adds them, so the sums have the same bits.
-        """
-        for captured, gradient, after in zip(prologues, gradients, head_grads, strict=True):
-            before = torch.autograd.grad(captured.hidden, self._outer, gradient, allow_unused=True)
-            for parameter, first, second in zip(self._outer, before, after, strict=True):
-                both = [grad for grad in (first, second) if grad is not None]
-                if both:
-                    self._outer_sums[parameter].add_(both[0] + both[1] if len(both) == 2 else both[0])
+    # --- beside steps -----------------------------------------------------------------------------------------------
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, int]:
         """(loss sum, tokens) over all workers."""
-        self._stage.mode = "run"
-        random, self._random = self._random, KeyedRandom(0, enabled=False)
-        result = evaluate(self._model, micro_batches, self._device, self._updater)
-        self._random = random
-        return result
+        self.flush()
+        self._model.eval()
+        random, self._compute._random = self._compute._random, KeyedRandom(0, enabled=False)
+        work = self._run(micro_batches, "evaluate") if micro_batches else None
+        self._compute._random = random
+        self._model.train()
+        count = torch.tensor(float(sum(b.tokens for b in micro_batches)), dtype=torch.float64, device=self._torch_device)
+        loss = work.loss_sum if work else torch.zeros_like(count)
+        sums = self._updater.total(torch.stack([loss, count]))
+        return float(sums[0]), int(sums[1])
 
     def warm_up(self, micro_batch: MicroBatch) -> None:
         """Forward and backward of one batch, forgotten."""
-        self._accumulate([micro_batch], window=0)
+        self._context = StepContext(0, 0, 0.0)
+        self._run([micro_batch], "train")
+        self._decision = None
 
     def flush(self) -> None:
-        """Updates are applied within the step: nothing is pending."""
+        """Applies the pending update to every unit."""
+        if self._device.pending is not None:
+            self._run([], "flush")
+        if self._torch_device.type == "cuda":
+            torch.cuda.synchronize(self._torch_device)
+
+    # --- state ------------------------------------------------------------------------------------------------------
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Live views of the host arrays."""
-        return by_kind(self._states)
+        """Live views of the host arrays; full-precision copies, which `loaded` takes back, where state is kept narrower."""
+        self.flush()
+        units = self._built.unit_of
+        self._lent = {
+            "parameter": {name: units[name].master_of(name) for name in self._names},
+            "exp_avg": {name: units[name].moment_of(name, "exp_avg") for name in self._names},
+            "exp_avg_sq": {name: units[name].moment_of(name, "exp_avg_sq") for name in self._names},
+        }
+        return self._lent
 
     def state_scalars(self) -> dict[str, Any]:
         """The loss scale."""
         return self._updater.scaler.state()
 
     def loaded(self, scalars: dict[str, Any]) -> None:
-        """Rounds the masters into the working copies; what slots hold is out of date."""
+        """Takes lent copies back and rounds the masters into the working weights."""
         self._updater.scaler.load(scalars)
-        round_masters(self._states)
-        self._release()
+        for name, value in self._lent.get("parameter", {}).items():
+            unit = self._built.unit_of[name]
+            unit.set_master(name, value)
+            for field in ("exp_avg", "exp_avg_sq"):
+                unit.set_moment(name, field, self._lent[field][name])
+        self._lent = {}
+        for unit in self._device.units:
+            unit.refresh()
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Whole master weights, one at a time."""
-        for state in self._states:
-            yield state.name, state.master.detach().cpu()
+        self.flush()
+        for name in self._names:
+            yield name, self._built.unit_of[name].master_of(name)
 
     def peak_memory_bytes(self) -> int:
         """Peak of this worker."""
-        return peak_memory_bytes(self._device.type)
+        return peak_memory_bytes(self._torch_device.type)

@@ -1,0 +1,187 @@
+"""What a streamed run holds on the device, all of it allocated once, and the ops that move things there and back.
+
+A slot is room for one unit's working weights: a flat buffer that a module's parameters are views of. Units of one kind share
+slots, and a unit always uses the same one, so that the graph of a forward finds its parameters again in backward. Those views
+carry version counters of their own (`.data`): autograd would take a refilled slot for a modified one, and the schedule, not autograd,
+answers for what is in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from muletrain.optim.adamw import UpdateScalars
+from muletrain.optim.flat import FlatState, update_piece
+from muletrain.schedule.build import GRADIENT_BUFFERS
+from muletrain.schedule.ops import Buffer, Op, Place, StreamPlan
+from muletrain.spec.recipe import OptimizerSection
+from muletrain.strategy.randomness import key
+from muletrain.strategy.stream.unit import Formats, HostUnit, Take
+
+
+@dataclass
+class Slot:
+    """Room for one unit of a kind."""
+
+    flat: Tensor
+    parameters: list[nn.Parameter]
+    """Views of `flat`, in the layout's order."""
+    module: nn.Module | None
+    """The block that computes here; None for the embedding and the head, which are the model's own modules."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """The update that the last step decided on and that no unit has had yet, or not all."""
+
+    scalars: UpdateScalars
+    update: int
+
+
+class Device:
+    """Slots, staging, gradient sums and inputs of one worker, and its half of the host's arrays."""
+
+    def __init__(
+        self,
+        plan: StreamPlan,
+        units: Sequence[HostUnit],
+        slots: Sequence[Slot],
+        formats: Formats,
+        optimizer: OptimizerSection,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self.plan, self.units, self.slots = plan, units, slots
+        self.shared: list[nn.Parameter] = []
+        """The embedding's weight, where the head computes with it."""
+        self.pending: Pending | None = None
+        self._formats, self._optimizer, self._seed, self._device = formats, optimizer, seed, device
+        most = max((piece.size for unit in units for piece in unit.pieces), default=0)
+        self._staging = [self._stage(most) for _ in range(plan.staging)]
+        self._gradients: dict[tuple[int, ...], Tensor] = {}
+        for number, unit in enumerate(units):
+            place, _ = plan.of_kind(number)
+            index = (plan.units[number].kind, place % GRADIENT_BUFFERS)
+            if plan.units[number].trainable and index not in self._gradients:
+                self._gradients[index] = torch.zeros(unit.layout.size, dtype=formats.precision.master, device=device)
+        self._inputs: list[Tensor] = []
+        self._host_inputs: list[Tensor] = []
+
+    def _stage(self, elements: int) -> tuple[FlatState, Tensor]:
+        state = self._formats.state.allocate(elements, self._device)
+        return state, torch.zeros(elements, dtype=self._formats.gradient, device=self._device)
+
+    def place_inputs(self, elements: int, positions: int, take: Take) -> None:
+        """Room for inputs that wait on the host: two units' on the device, all units' there. `elements` a micro-batch."""
+        dtype = self._formats.precision.compute
+        self._inputs = [torch.zeros(positions, elements, dtype=dtype, device=self._device) for _ in range(2)]
+        self._host_inputs = [take(positions * elements, dtype).view(positions, elements) for _ in self.units]
+
+    # --- parameters and state -------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def fetch(self, op: Op) -> None:
+        """A unit's working weights into its slot."""
+        self.slots[op.unit].flat.copy_(self.units[op.unit].working, non_blocking=True)
+
+    @torch.no_grad()
+    def fetch_state(self, op: Op) -> None:
+        """One piece of state, and of the gradient where it waited on the host."""
+        unit = self.units[op.unit]
+        piece = unit.pieces[op.piece]
+        state, gradient = self._staging[_index(op.writes, "staging")[0]]
+        source = unit.state.part(piece.start, piece.stop).tensors()
+        for there, here in zip(source, state.part(0, piece.size).tensors(), strict=True):
+            here.copy_(there, non_blocking=True)
+        if self.plan.update == "next_fetch":
+            gradient[: piece.size].copy_(unit.gradient[piece.start : piece.stop], non_blocking=True)
+
+    def update(self, op: Op) -> None:
+        """The optimizer's step on one piece; its new working weights go to the slot."""
+        piece = self.units[op.unit].pieces[op.piece]
+        state, gradient = self._staging[_index(op.writes, "staging")[0]]
+        assert self.pending is not None
+        update_piece(
+            state.part(0, piece.size),
+            gradient[: piece.size],
+            self.pending.scalars,
+            self._optimizer,
+            decay=piece.decay,
+            key=key(self._seed, self.pending.update, op.unit),
+            start=piece.start,
+            working_out=self.slots[op.unit].flat[piece.start : piece.stop],
+        )
+
+    @torch.no_grad()
+    def publish(self, op: Op) -> None:
+        """One piece's new state, and working weights where they are kept apart, home."""
+        unit = self.units[op.unit]
+        piece = unit.pieces[op.piece]
+        state, _ = self._staging[_index(op.reads, "staging")[0]]
+        target = unit.state.part(piece.start, piece.stop).tensors()
+        for here, there in zip(state.part(0, piece.size).tensors(), target, strict=True):
+            there.copy_(here, non_blocking=True)
+        if self._formats.own_working:
+            unit.working[piece.start : piece.stop].copy_(self.slots[op.unit].flat[piece.start : piece.stop], non_blocking=True)
+
+    # --- gradients --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def add_gradients(self, op: Op, grads: Sequence[Tensor], first: bool) -> None:
+        """Adds one micro-batch's gradients, in the layout's order, in master precision."""
+        flat = self._gradients[_index(op.writes, "gradient")]
+        for segment, grad in zip(self.units[op.unit].layout.segments, grads, strict=True):
+            if first:
+                segment.of(flat).copy_(grad)
+            else:
+                segment.of(flat).add_(grad)
+
+    def gradient_views(self, op: Op) -> list[Tensor]:
+        """A unit's summed gradients by parameter, in the layout's order."""
+        flat = self._gradients[_index(op.reads, "gradient")]
+        return [segment.of(flat) for segment in self.units[op.unit].layout.segments]
+
+    @torch.no_grad()
+    def store(self, op: Op) -> None:
+        """A unit's summed gradient home."""
+        self.units[op.unit].gradient.copy_(self._gradients[_index(op.reads, "gradient")], non_blocking=True)
+
+    @torch.no_grad()
+    def fetch_gradient(self, op: Op) -> None:
+        """The sum of the waves before, back."""
+        self._gradients[_index(op.writes, "gradient")].copy_(self.units[op.unit].gradient, non_blocking=True)
+
+    # --- inputs -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def keep_input(self, op: Op, output: Tensor) -> Tensor:
+        """The next unit's input, where it will be found in backward; no graph, a version counter of its own."""
+        if self.plan.inputs == "card":
+            return output
+        row, position = _index(op.writes, "input")
+        place = self._inputs[row][position, : output.numel()].view(output.shape)
+        place.copy_(output)
+        return place.data
+
+    @torch.no_grad()
+    def send(self, op: Op) -> None:
+        """One micro-batch's input of a unit home."""
+        row, position = _index(op.reads, "input")
+        unit, _ = _index(op.writes, "host_input")
+        self._host_inputs[unit][position].copy_(self._inputs[row][position], non_blocking=True)
+
+    @torch.no_grad()
+    def receive(self, op: Op) -> None:
+        """The same back, to the very place it had."""
+        row, position = _index(op.writes, "input")
+        unit, _ = _index(op.reads, "host_input")
+        self._inputs[row][position].copy_(self._host_inputs[unit][position], non_blocking=True)
+
+
+def _index(buffers: tuple[Buffer, ...], place: Place) -> tuple[int, ...]:
+    """Which of its kind the op names."""
+    return next(buffer.index for buffer in buffers if buffer.place == place)

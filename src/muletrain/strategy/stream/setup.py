@@ -1,0 +1,190 @@
+"""Takes a model apart into units and puts the streamed strategy's pieces together."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from muletrain.models.build import materialize_buffers
+from muletrain.models.causal import CausalModel, canonical_name
+from muletrain.optim.flat import StateFormat, state_bytes
+from muletrain.precision.policy import Precision
+from muletrain.schedule.ops import StreamPlan, UnitShape
+from muletrain.spec.plan import StreamingPlan
+from muletrain.strategy.materials import Materials
+from muletrain.strategy.stream.arena import HostArena, padded_bytes
+from muletrain.strategy.stream.device import Device, Slot
+from muletrain.strategy.stream.proxy import LayerProxy, RunBlock, Stage
+from muletrain.strategy.stream.unit import Formats, HostUnit, kind_of, unit_bytes
+
+Named = list[tuple[str, nn.Parameter]]
+Prepare = Callable[[nn.Module], None]
+
+
+@dataclass
+class Built:
+    """The pieces of one streamed strategy."""
+
+    device: Device
+    stage: Stage
+    unit_of: dict[str, HostUnit]
+    norm_places: list[Tensor]
+    """By unit: where its parameters' norms go, in the order in which the model names its parameters."""
+    arenas: list[HostArena] = field(default_factory=list)
+    input_room: tuple[int, int] = (0, 0)
+    """(elements a micro-batch, micro-batches) that there is room for on the host."""
+
+    def ensure_inputs(self, tokens: int, positions: int) -> None:
+        """Room on the host for the inputs of `positions` micro-batches of `tokens`; grows only."""
+        elements = tokens * self.device.plan.hidden
+        if elements <= self.input_room[0] and positions <= self.input_room[1]:
+            return
+        self.input_room = (max(elements, self.input_room[0]), max(positions, self.input_room[1]))
+        elements, positions = self.input_room
+        dtype = self.device.slots[0].flat.dtype
+        size = len(self.device.units) * padded_bytes(elements * positions, dtype)
+        arena = HostArena(size, register=self.device.slots[0].flat.is_cuda)
+        self.arenas.append(arena)
+        self.device.place_inputs(elements, positions, arena.take)
+
+
+def assemble(materials: Materials, prepare: Prepare, streaming: StreamingPlan, seed: int, run_layer: RunBlock) -> Built:
+    """Host memory first (there may be too little), then weights, slots and device buffers. Replaces the model's layers."""
+    model, precision, device = materials.model.to(materials.precision.compute), materials.precision, materials.device
+    state = StateFormat.of(streaming.moments, precision.master, precision.split)
+    gradient = precision.master if streaming.gradients == "master" else torch.bfloat16
+    formats = Formats(precision, state, gradient)
+    named, blocks, places = _units(model), list(model.layers), _places(model)
+    arena = HostArena(sum(unit_bytes(part, formats, padded_bytes) for part in named), register=device.type == "cuda")
+    units = [HostUnit(number, part, formats, arena.take, streaming.piece) for number, part in enumerate(named)]
+    for unit in units:
+        unit.fill(materials.weights)
+    plan = _plan(model, units, blocks, formats, streaming)
+    stage = Stage(run_layer)
+    for number, block in enumerate(blocks):
+        model.layers[number] = LayerProxy(stage, number, number == len(blocks) - 1, block)
+    model.to_empty(device=device)
+    materialize_buffers(model, device)
+    slots = _slots(plan, units, blocks, precision, device, prepare)
+    for number in (0, len(units) - 1):
+        slots.insert(number, _outer_slot(model, units[number], device, precision))
+    on_device = Device(plan, units, slots, formats, materials.updater.optimizer, seed, device)
+    if model.tied:
+        on_device.shared = slots[0].parameters[:1]
+    unit_of = {segment.name: unit for unit in units for segment in unit.layout.segments}
+    norm_places = [torch.tensor([places[segment.name] for segment in unit.layout.segments], device=device) for unit in units]
+    return Built(on_device, stage, unit_of, norm_places, [arena])
+
+
+def _places(model: CausalModel) -> dict[str, int]:
+    return {canonical_name(name): number for number, (name, _) in enumerate(model.named_parameters())}
+
+
+def _units(model: CausalModel) -> list[Named]:
+    """Parameters by unit: embedding, blocks, head.
+
+    The head's unit is what runs after the last block: the output embedding, unless the input embedding is used again, and what
+    the decoder holds behind its list of layers (the final norm). All else outside of blocks runs before the first.
+    """
+    unit_of = {id(p): number + 1 for number, block in enumerate(model.layers) for p in block.parameters()}
+    last = len(model.layers) + 1
+    owner = next(module for module in model.modules() if any(child is model.layers for child in module.children()))
+    children = list(owner.children())
+    behind = children[next(n for n, child in enumerate(children) if child is model.layers) + 1 :]
+    embedding = {id(p) for p in model.hf.get_input_embeddings().parameters()}  # type: ignore[operator]
+    for module in (*behind, model.head):
+        unit_of.update((id(p), last) for p in module.parameters() if id(p) not in embedding)
+    units: list[Named] = [[] for _ in range(last + 1)]
+    for name, parameter in model.named_parameters():
+        units[unit_of.get(id(parameter), 0)].append((canonical_name(name), parameter))
+    units[0].sort(key=lambda pair: id(pair[1]) not in embedding)  # the one that a tied head shares comes first
+    return units
+
+
+def _plan(
+    model: CausalModel, units: Sequence[HostUnit], blocks: Sequence[nn.Module], formats: Formats, streaming: StreamingPlan
+) -> StreamPlan:
+    up, down = state_bytes(formats.state, formats.gradient)
+    working = formats.precision.compute.itemsize
+    kinds = ["first", *(kind_of(block) for block in blocks), "last"]
+    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+    shapes = tuple(
+        UnitShape(
+            parameters=unit.layout.size,
+            trainable=True,
+            kind=numbers[kind],
+            pieces=tuple(piece.size for piece in unit.pieces),
+            forward_flops_a_token=2.0 * unit.layout.size if unit.number else 0.0,
+            kept_bytes_a_token=0,
+        )
+        for unit, kind in zip(units, kinds, strict=True)
+    )
+    return StreamPlan(
+        units=shapes,
+        hidden=model.config.hidden_size,
+        slots=streaming.slots,
+        staging=streaming.staging,
+        waves=streaming.waves,
+        working_bytes=working,
+        state_up_bytes=up,
+        state_down_bytes=down + (working if formats.own_working else 0),
+        gradient_bytes=formats.gradient.itemsize,
+        activations=("recompute",) * len(units),
+        inputs=streaming.inputs,
+        update="next_fetch",
+    )
+
+
+def _slots(
+    plan: StreamPlan,
+    units: Sequence[HostUnit],
+    blocks: Sequence[nn.Module],
+    precision: Precision,
+    device: torch.device,
+    prepare: Prepare,
+) -> list[Slot]:
+    """By block: the slot that it always uses."""
+    made: dict[tuple[int, int], Slot] = {}
+    slots = []
+    for number, block in enumerate(blocks, start=1):
+        place, _ = plan.of_kind(number)
+        index = (plan.units[number].kind, place % plan.slots)
+        if index not in made:
+            module = copy.deepcopy(block).to_empty(device=device)
+            slot = _views(module, units[number], f"{_common_prefix(units[number])}", device, precision)
+            materialize_buffers(module, device)
+            prepare(module)
+            made[index] = Slot(slot.flat, slot.parameters, module)
+        slots.append(made[index])
+    return slots
+
+
+def _outer_slot(model: CausalModel, unit: HostUnit, device: torch.device, precision: Precision) -> Slot:
+    tied = model.tied
+    slot = _views(model.hf, unit, "", device, precision)
+    if tied and unit.number == 0:
+        model.tie_weights()
+    return slot
+
+
+def _views(module: nn.Module, unit: HostUnit, prefix: str, device: torch.device, precision: Precision) -> Slot:
+    """Makes the unit's parameters in `module` views of one flat buffer, with version counters of their own."""
+    flat = torch.zeros(unit.layout.size, dtype=precision.compute, device=device)
+    parameters = []
+    for segment in unit.layout.segments:
+        owner, _, leaf = segment.name.removeprefix(prefix).rpartition(".")
+        parameter = nn.Parameter(segment.of(flat).data)
+        setattr(module.get_submodule(owner), leaf, parameter)
+        parameters.append(parameter)
+    return Slot(flat, parameters, None)
+
+
+def _common_prefix(unit: HostUnit) -> str:
+    """ "model.layers.3." of a block's parameters: the names up to and with the block's number."""
+    parts = unit.layout.segments[0].name.split(".")
+    depth = next(n for n, part in enumerate(parts) if part == str(unit.number - 1))
+    return ".".join(parts[: depth + 1]) + "."

@@ -1,0 +1,162 @@
+"""A unit's training state in host memory. A unit is the embedding, a block, or the head with the final norm.
+
+Its parameters lie one after another in flat arrays (optim.flat), so that loading a unit is one large copy and updating it a few
+kernels, however many parameters it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from muletrain.models.weights import WeightSource
+from muletrain.optim.flat import FlatLayout, FlatState, Region, StateFormat
+from muletrain.optim.master import SplitMaster, join_master, split_master
+from muletrain.optim.moments import BLOCK, Moment, MomentFormat
+from muletrain.precision.policy import Precision
+
+Take = Callable[[int, torch.dtype], Tensor]
+"""(elements, dtype) -> a zeroed host array."""
+
+
+@dataclass(frozen=True)
+class Formats:
+    """How a streamed run keeps its state."""
+
+    precision: Precision
+    state: StateFormat
+    gradient: torch.dtype
+    """Of a unit's summed gradient in host memory."""
+
+    @property
+    def own_working(self) -> bool:
+        """The compute dtype is neither the master's nor bf16, so a working copy is kept beside the state (fp16)."""
+        return self.state.split and self.precision.compute != torch.bfloat16
+
+
+class HostUnit:
+    """Master weights, moments, summed gradient and, where they are not part of the master, working weights: flat arrays."""
+
+    def __init__(self, number: int, named: Sequence[tuple[str, Tensor]], formats: Formats, take: Take, most: int) -> None:
+        """`named`: canonical names and parameters (the meta device will do). `most`: elements in a piece of state."""
+        self.number, self.layout, self._formats = number, FlatLayout.of(named), formats
+        self.pieces: tuple[Region, ...] = tuple(self.layout.pieces(most)) if self.layout.size else ()
+        size = self.layout.size
+        self.state = _state(formats.state, size, take)
+        self.gradient = take(size, formats.gradient)
+        master = self.state.master
+        self.working: Tensor
+        """What the model computes with: [size] of the compute dtype."""
+        if formats.own_working:
+            self.working = take(size, formats.precision.compute)
+        else:
+            self.working = master.hi if isinstance(master, SplitMaster) else master
+
+    @torch.no_grad()
+    def fill(self, weights: WeightSource) -> None:
+        """First values, one tensor at a time."""
+        for segment in self.layout.segments:
+            self.set_master(segment.name, weights.tensor(segment.name).to(self._formats.precision.master))
+        self.refresh()
+
+    def master_of(self, name: str) -> Tensor:
+        """One parameter's master: a live view, or a copy where the master is kept in two halves."""
+        segment = self._segment(name)
+        master = self.state.master
+        if isinstance(master, SplitMaster):
+            return join_master(segment.of(master.hi), segment.of(master.low))
+        return segment.of(master)
+
+    @torch.no_grad()
+    def set_master(self, name: str, value: Tensor) -> None:
+        """Overwrites one parameter's master. `refresh` must follow."""
+        segment = self._segment(name)
+        master = self.state.master
+        if isinstance(master, SplitMaster):
+            split_master(value, SplitMaster(segment.of(master.hi), segment.of(master.low)))
+        elif value.data_ptr() != segment.of(master).data_ptr():
+            segment.of(master).copy_(value)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """The working weights afresh from the masters, where they are kept apart."""
+        master = self.state.master
+        if self._formats.own_working and isinstance(master, SplitMaster):
+            self.working.copy_(join_master(master.hi, master.low))
+
+    def moment_of(self, name: str, field: str) -> Tensor:
+        """One parameter's "exp_avg" or "exp_avg_sq" in full precision: a live view where it is kept so, else a copy."""
+        segment, moment = self._segment(name), getattr(self.state, field)
+        if moment.values.dtype == self._formats.precision.master:
+            return segment.of(moment.values)
+        return (
+            self._moment_format(field)
+            .load(_blocks(moment, segment.start, segment.shape.numel()))[: segment.shape.numel()]
+            .view(segment.shape)
+        )
+
+    @torch.no_grad()
+    def set_moment(self, name: str, field: str, value: Tensor) -> None:
+        """Overwrites one parameter's moment; rounds to nearest where its format is narrower."""
+        segment, moment = self._segment(name), getattr(self.state, field)
+        if moment.values.dtype == self._formats.precision.master:
+            if value.data_ptr() != segment.of(moment.values).data_ptr():
+                segment.of(moment.values).copy_(value)
+            return
+        part = _blocks(moment, segment.start, value.numel())
+        padded = torch.zeros(part.values.numel(), dtype=self._formats.precision.master)
+        padded[: value.numel()] = value.flatten()
+        half = torch.full((padded.numel(),), 0x7FFF, dtype=torch.int32)
+        self._moment_format(field).store(part, padded, half)
+
+    def _moment_format(self, field: str) -> MomentFormat:
+        return self._formats.state.first if field == "exp_avg" else self._formats.state.second
+
+    def _segment(self, name: str):  # type: ignore[no-untyped-def]
+        return next(segment for segment in self.layout.segments if segment.name == name)
+
+
+def _blocks(moment: Moment, start: int, count: int) -> Moment:
+    return moment.part(start, start + -(-count // BLOCK) * BLOCK)
+
+
+def _state(format: StateFormat, size: int, take: Take) -> FlatState:
+    def moment(of: MomentFormat) -> Moment:
+        return Moment(take(size, of.dtype), take(size // BLOCK, torch.float32) if of.kind == "8bit" else None)
+
+    master: Tensor | SplitMaster = take(size, format.first.full) if not format.split else _pair(size, take)
+    return FlatState(format, master, moment(format.first), moment(format.second))
+
+
+def _pair(size: int, take: Take) -> SplitMaster:
+    return SplitMaster(take(size, torch.bfloat16), take(size, torch.int16))
+
+
+def unit_bytes(named: Sequence[tuple[str, Tensor]], formats: Formats, padded: Callable[[int, torch.dtype], int]) -> int:
+    """What a unit takes of an arena: the same requests as HostUnit makes, only counted."""
+    total = 0
+
+    def count(elements: int, dtype: torch.dtype) -> Tensor:
+        nonlocal total
+        total += padded(elements, dtype)
+        return torch.empty(elements, dtype=dtype, device="meta")
+
+    HostUnit(0, named, formats, count, BLOCK * 1024)
+    return total
+
+
+def kind_of(block: nn.Module) -> str:
+    """Blocks of equal kind can run in one slot: same modules, sizes and settings, whatever their number."""
+    lines = []
+    for name, module in block.named_modules():
+        settings = {
+            key: value
+            for key, value in vars(module).items()
+            if isinstance(value, (str, int, float, tuple)) and not key.startswith("_") and key != "layer_idx"
+        }
+        sizes = [(key, tuple(p.shape)) for key, p in module.named_parameters(recurse=False)]
+        lines.append(f"{name}:{type(module).__qualname__}:{sorted(settings.items())}:{sizes}")
+    return "\n".join(lines)
