@@ -149,6 +149,6 @@ def _walk(ops: tuple[Op, ...], rates: Rates) -> tuple[list[float], list[float]]:
         for follower in then[finished]:
             waiting[follower] -= 1
     if done < count:
-        stuck = next(ops[q[h]] for q, h in zip(queues, heads, strict=True) if h < len(q))
+        stuck = ops[min(q[h] for q, h in zip(queues, heads, strict=True) if h < len(q))]
         raise ScheduleError(f"op {stuck.id} {stuck.kind} waits for something that waits for it")
     return start, end

@@ -1,0 +1,63 @@
+"""Memory by part: by hand, and against the buffers that a schedule really names."""
+
+from __future__ import annotations
+
+import pytest
+
+from muletrain.schedule.build import build
+from muletrain.schedule.memory import card_bytes, host_bytes, wave_positions
+from tests.schedule.plans import plan, random_case, step, unit
+
+
+def test_card_by_hand() -> None:
+    units = (unit(0, (30, 20)), unit(1, (10,), kept=7), unit(1, (12,), kept=9), unit(1, (12,), kept=9), unit(2, (40,)))
+    chosen = plan(units=units, waves=2, activations=("recompute", "keep", "offload", "recompute", "recompute"))
+    assert wave_positions(chosen, step(8, 6, 5)) == 11
+    assert card_bytes(chosen, step(8, 6, 5), logits_bytes=1000, context_bytes=2000) == {
+        "slots": (50 + 2 * 12 + 40) * 2,
+        "staging": 2 * 40 * 10,
+        "gradients": (50 + 2 * 12 + 40) * 4,
+        "inputs": 4 * 11 * 4 * 2,
+        "hidden_gradients": 11 * 4 * 2,
+        "kept": 7 * 11,
+        "offload": 2 * 9 * 8,
+        "working": 9 * 8,
+        "logits": 1000,
+        "context": 2000,
+    }
+    on_host = chosen.model_copy(update={"inputs": "host"})
+    assert card_bytes(on_host, step(8, 6, 5))["inputs"] == 2 * 11 * 4 * 2
+
+
+def test_host_by_hand() -> None:
+    units = (unit(0), unit(1, trainable=False), unit(1), unit(1), unit(2))
+    chosen = plan(units=units, inputs="host", activations=("recompute", "recompute", "offload", "recompute", "recompute"))
+    expected = {"parameters": 50 * 2, "state": 40 * 6, "gradients": 40 * 2, "inputs": 2 * 14 * 8, "offload": 7 * 14}
+    assert host_bytes(chosen, step(8, 6)) == expected
+    assert host_bytes(chosen.model_copy(update={"update": "in_backward"}), step(8, 6))["gradients"] == 0
+    assert host_bytes(chosen.model_copy(update={"inputs": "card"}), step(8, 6))["inputs"] == 0
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_schedule_names_no_more_than_is_counted(seed: int) -> None:
+    chosen, shape = random_case(seed)
+    used = {buffer for op in build(chosen, shape).ops for buffer in (*op.reads, *op.writes)}
+    card, host, wave = card_bytes(chosen, shape), host_bytes(chosen, shape), wave_positions(chosen, shape)
+    largest = {u.kind: max(v.parameters for v in chosen.units if v.kind == u.kind) for u in chosen.units}
+    slots = {b.index[:2] for b in used if b.place == "slot"}
+    assert sum(largest[kind] for kind, _ in slots) * chosen.working_bytes <= card["slots"]
+    gradients = [b.index[0] for b in used if b.place == "gradient"]
+    trained = {k: max((v.parameters for v in chosen.units if v.kind == k and v.trainable), default=0) for k in largest}
+    assert sum(trained[kind] for kind in gradients) * 4 <= card["gradients"]
+    rows = {b.index[0] for b in used if b.place == "input"}
+    assert len(rows) * wave * chosen.hidden * chosen.working_bytes <= card["inputs"]
+    kept = {b.index[0] for b in used if b.place == "kept" and len(b.index) == 2}
+    assert sum(chosen.units[u].kept_bytes_a_token for u in kept) * wave <= card["kept"]
+    assert sum(b.place == "kept" and len(b.index) == 1 for b in used) <= chosen.offload_buffers
+    assert sum(b.place == "staging" for b in used) <= chosen.staging
+    sent = {b.index[0] for b in used if b.place == "host_input"}
+    assert len(sent) * wave * chosen.hidden * chosen.working_bytes <= host["inputs"]
+    sent = {b.index[0] for b in used if b.place == "host_kept"}
+    assert sum(chosen.units[u].kept_bytes_a_token for u in sent) * wave <= host["offload"]
+    stored = [chosen.units[b.index[0]].parameters for b in used if b.place == "host_gradient"]
+    assert sum(stored) * chosen.gradient_bytes <= host["gradients"]
