@@ -182,36 +182,44 @@ def update_piece(
     n, device = grad.numel(), grad.device
     if n % BLOCK or start % BLOCK:
         raise ValueError(f"piece of {n} elements from {start}: blocks have {BLOCK} elements")
-    master = state.master
-    pair = (master.hi.view(torch.int16), master.low) if isinstance(master, SplitMaster) else (master,)
-    half = state.format.split and working_out is not None and working_out.dtype == torch.bfloat16
-    if half:
-        working_out = working_out.view(torch.int16)  # type: ignore[union-attr]
-    arrays = (
-        tuple(t.view(-1, BLOCK) for t in pair),
-        blocked(state.exp_avg),
-        blocked(state.exp_avg_sq),
-        grad.view(-1, BLOCK),
-        None if working_out is None else working_out.view(-1, BLOCK),
-    )
     # Filled on the device: a copy of two numbers would queue behind the parameters on the link.
     place = (torch.full((), key, device=device), torch.full((), start, device=device))
     numbers = (scalars.gradient_scale, scalars.step_size, scalars.inverse_bias2, scalars.keep if decay else scalars.one)
     betas = (section.beta1, section.beta2, section.epsilon)
+    arrays = _blocked_arrays(state, grad, working_out)
     if grad.is_cuda:
-        _mark_lengths(arrays)
-        _compiled(state.format)(*arrays, scalars.apply, place, numbers, betas)
+        _compiled(state.format)(*_for_compiler(arrays), scalars.apply, place, numbers, betas)
     else:
         _kernel(state.format)(*arrays, scalars.apply, place, numbers, betas)
 
 
-def _mark_lengths(arrays: tuple[Any, ...]) -> None:
-    """Tells the compiler that the number of blocks changes from call to call, so that it compiles once for all lengths."""
-    for item in arrays:
-        if isinstance(item, tuple):
-            _mark_lengths(item)
-        elif item is not None:
-            torch._dynamo.maybe_mark_dynamic(item, 0)
+def _blocked_arrays(state: FlatState, grad: Tensor, working: Tensor | None) -> tuple[Any, ...]:
+    """The first five arguments of the kernel: views [n / 256, 256], bf16 that is handled as a bit pattern as int16."""
+    master = state.master
+    if isinstance(master, SplitMaster):
+        pair: tuple[Tensor, ...] = (master.hi.view(torch.int16), master.low)
+        if working is not None and working.dtype == torch.bfloat16:
+            working = working.view(torch.int16)
+    else:
+        pair = (master,)
+    weights = tuple(t.view(-1, BLOCK) for t in pair)
+    copy = None if working is None else working.view(-1, BLOCK)
+    return weights, blocked(state.exp_avg), blocked(state.exp_avg_sq), grad.view(-1, BLOCK), copy
+
+
+def _for_compiler(arrays: Any) -> Any:
+    """The same memory, told to the compiler so that it compiles once for all lengths and offsets.
+
+    The number of blocks is marked as changing. Each tensor gets a storage of its own (through DLPack): the compiler refuses
+    arrays of several types that it finds in one storage, and arenas are such storages.
+    """
+    if isinstance(arrays, tuple):
+        return tuple(_for_compiler(item) for item in arrays)
+    if arrays is None:
+        return None
+    alias = torch.from_dlpack(arrays.detach())
+    torch._dynamo.maybe_mark_dynamic(alias, 0)
+    return alias
 
 
 def _kernel(format: StateFormat) -> Callable[..., None]:

@@ -1,7 +1,7 @@
 """How AdamW's two moments are kept between updates: fp32, bf16 with stochastic rounding, or 8 bits a number in blocks.
 
 An update always computes in full precision on decoded values; a format only decides what survives until the next one. Rounding
-is stochastic wherever a format rounds: the second moment moves by (1 - beta2) of itself an update, less than half a step of bf16
+is stochastic wherever a format rounds: the second moment moves by (1 - beta2) of itself an update, under half a step of bf16
 or of an 8-bit code, so nearest rounding would freeze it.
 
 8 bits: blocks of 256 numbers share one fp32 scale, the largest magnitude. Codes lie on a fourth-power curve, value = scale x

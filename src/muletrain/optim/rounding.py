@@ -3,8 +3,10 @@
 A counter-based generator: the random word of an element is a hash of a 62-bit key and the element's index in its unit. So the
 result is the same however a unit is cut into pieces or dealt to workers, in any order and after any resume, and no generator
 state is saved. The hash is two rounds of a 32-bit finalizer (multiply and xor-shift, Wellons' lowbias32 constants), in plain
-integer tensor arithmetic that a compiler fuses into the kernel that uses it. Rejected: torch's generators (sequential, and
-another on each device), Philox in tensor arithmetic (ten rounds of 64-bit products for quality that rounding doesn't need).
+integer tensor arithmetic that a compiler fuses into the kernel that uses it. Products wrap around in 32 bits, as eager PyTorch
+and Triton do them; don't compile this for a CPU, where generated C++ may take overflow as impossible. Rejected: torch's
+generators (sequential, and another on each device), Philox in tensor arithmetic (ten rounds of 64-bit products for quality that
+rounding doesn't need).
 """
 
 from __future__ import annotations
