@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -81,7 +82,7 @@ def test_C08_a_run_folder_may_have_spaces_other_letters_and_links(tmp_path, shar
     ],
 )
 def test_C08_a_bad_run_folder_is_found_before_anything_is_loaded(tmp_path, shared, monkeypatch, make, words):
-    monkeypatch.setattr("muletrain.data.prepare.prepare", lambda *_: pytest.fail("went on to the data"))
+    monkeypatch.setattr("muletrain.data.prepare.prepare", lambda *_, **__: pytest.fail("went on to the data"))
     make(tmp_path / "bad")
     for run_dir in (tmp_path / "bad", tmp_path / "bad" / "inside"):
         with pytest.raises(InputError, match=words):
@@ -134,10 +135,10 @@ def test_D11_no_process_group_waits_while_data_is_prepared(tmp_path, shared, mon
 
     real, seen = room.prepare, []
 
-    def slow(*arguments):
+    def slow(*arguments, **options):
         seen.append(dist.is_initialized())
         time.sleep(4.0)
-        return real(*arguments)
+        return real(*arguments, **options)
 
     monkeypatch.setattr(room, "prepare", slow)
     monkeypatch.setattr("muletrain.train.worker._COLLECTIVE_TIMEOUT_S", 3.5)
@@ -148,10 +149,79 @@ def test_D11_no_process_group_waits_while_data_is_prepared(tmp_path, shared, mon
 def test_O06_sigterm_while_data_is_prepared_is_a_stop_not_a_failure(tmp_path, shared, monkeypatch):
     from muletrain.data import prepare as room
 
-    monkeypatch.setattr(room, "prepare", lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(room, "prepare", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
     result = CliRunner().invoke(app, ["train", str(shared), f"run_dir={tmp_path / 'run'}"])
     assert result.exit_code == EXIT_STOPPED
     assert "stopped while preparing data; the same command goes on" in result.output
+
+
+def _served_by_a_hub(monkeypatch, cache: Path, repository: Path) -> list[str]:
+    """The hub's team/model is a folder here; what was fetched of it."""
+    fetched: list[str] = []
+
+    def snapshot_download(name, *, revision=None, allow_patterns):
+        assert name == "team/model", name
+        snapshot = cache / "models--team--model" / "snapshots" / "c0ffee"
+        snapshot.mkdir(parents=True, exist_ok=True)
+        (cache / "models--team--model" / "refs").mkdir(exist_ok=True)
+        (cache / "models--team--model" / "refs" / "main").write_text("c0ffee")
+        for file in repository.iterdir():
+            if file.name in allow_patterns:
+                shutil.copyfile(file, snapshot / file.name)
+                fetched.append(file.name)
+        return str(snapshot)
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    return fetched
+
+
+def test_a_hub_name_is_fetched_trained_and_saved_with_its_tokenizer(tmp_path, shared, monkeypatch):
+    from safetensors.torch import load_file
+
+    repository = load_recipe(shared).model.source
+    (Path(repository) / "pytorch_model.bin").write_bytes(b"never")
+    fetched = _served_by_a_hub(monkeypatch, tmp_path / "hub", Path(repository))
+    named = ("model.source=team/model", "model.weights=auto", "parallel.workers=1", "train.steps=1")
+    frozen = ("train.optimizer.learning_rate=0", "train.optimizer.weight_decay=0")
+    assert _quiet(shared, tmp_path / "run", *named, *frozen) == EXIT_DONE
+    assert "model.safetensors" in fetched and "tokenizer.json" in fetched and "pytorch_model.bin" not in fetched
+    plan = Plan.load(tmp_path / "run" / "plan.json")
+    assert plan.model.shape.name == "team/model" and plan.model.source == plan.data.tokenizer == str(
+        tmp_path / "hub" / "models--team--model" / "snapshots" / "c0ffee"
+    )
+    saved = tmp_path / "run" / "checkpoints" / "step-00000001" / "model"
+    assert (saved / "tokenizer.json").read_bytes() == (Path(repository) / "tokenizer.json").read_bytes()
+    before, after = load_file(Path(repository) / "model.safetensors"), load_file(saved / "model.safetensors")
+    assert before.keys() == after.keys() and all(before[name].equal(after[name]) for name in before)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("it is here already"))
+    assert _quiet(shared, tmp_path / "run", *named, "train.steps=2") == EXIT_DONE
+
+
+def test_a_hub_name_without_a_network_stops_before_anything_else(tmp_path, shared, monkeypatch):
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    def snapshot_download(*_, **__):
+        raise OfflineModeIsEnabled("offline mode is enabled")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    result = CliRunner().invoke(app, ["train", str(shared), f"run_dir={tmp_path / 'run'}", "model.source=team/model"])
+    assert result.exit_code == EXIT_INPUT
+    assert "team/model is not whole on this machine and could not be fetched: offline mode is enabled" in result.output
+    assert "run: hf download team/model" in result.output and not (tmp_path / "run").exists()
+
+
+def test_R01_a_moved_corpus_goes_on_where_it_was(tmp_path, shared):
+    text = Path(load_recipe(shared).data.source[0])
+    options = ["parallel.workers=1", "log.console=quiet", f"run_dir={json.dumps(str(tmp_path / 'run'))}"]
+    (tmp_path / "here.jsonl").write_bytes(text.read_bytes())
+    request = load_recipe(shared, [*options, f"data.source={tmp_path / 'here.jsonl'}"])
+    assert train(request, stop_after=3) == EXIT_STOPPED
+    (tmp_path / "here.jsonl").rename(tmp_path / "there.jsonl")
+    assert train(load_recipe(shared, [*options, f"data.source={tmp_path / 'there.jsonl'}"])) == EXIT_DONE
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").open()]
+    assert [event["window"] for event in events if event["kind"] == "step"] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_users_mistake_is_a_message_and_exit_code_2(tmp_path, shared):

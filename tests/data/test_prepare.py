@@ -18,7 +18,7 @@ import pytest
 
 from muletrain.data import dataset, read, units
 from muletrain.data import prepare as prepare_module
-from muletrain.data.dataset import Prepared, open_prepared
+from muletrain.data.dataset import SCHEMA_VERSION, Prepared, open_prepared
 from muletrain.data.prepare import prepare
 from muletrain.data.report import report, report_lines
 from muletrain.data.tokenizer import TextTokenizer, publish_tokenizer
@@ -105,6 +105,24 @@ def test_found_by_content_not_by_time(tmp_path: Path, plan: Plans, monkeypatch: 
     write_rows(source, [{"text": "aaaa"}])
     monkeypatch.setattr(prepare_module, "tokenize_unit", None)  # any work would fail
     assert prepare(plan(source)) == first
+
+
+def test_R01_moved_files_are_the_same_content(tmp_path: Path, plan: Plans) -> None:
+    (tmp_path / "here").mkdir()
+    for name in ("b", "a"):
+        write_rows(tmp_path / "here" / f"{name}.jsonl", [{"text": f"{name} {text_of(1, 9)}"}])
+    before = prepare(plan(tmp_path / "here")).manifest
+    (tmp_path / "here").rename(tmp_path / "there")
+    moved = prepare(plan(tmp_path / "there")).manifest
+    assert moved.content == before.content and moved.fingerprint != before.fingerprint
+    (tmp_path / "there" / "a.jsonl").rename(tmp_path / "there" / "z.jsonl")
+    assert prepare(plan(tmp_path / "there")).manifest.content != before.content, "documents come in another order"
+
+
+def test_bytes_that_are_no_text_are_told(tmp_path: Path, plan: Plans) -> None:
+    (tmp_path / "table.parquet").write_bytes(b"PAR1" + bytes(range(256)) * 4)
+    with pytest.raises(InputError, match=r"no document to train on in 1 file .*; 1 hold no text but bytes: .*Parquet as JSONL"):
+        prepare(plan(tmp_path / "table.parquet"))
 
 
 def test_every_option_makes_another_data_set(tmp_path: Path, plan: Plans) -> None:
@@ -233,7 +251,7 @@ def test_a_damaged_data_set_is_told(rows_of: Callable[..., Prepared]) -> None:
     with pytest.raises(InputError, match="missing"):
         open_prepared(folder)
     shard.write_bytes(whole)
-    (folder / "dataset.json").write_text(manifest.replace('"schema_version": 1', '"schema_version": 99'))
+    (folder / "dataset.json").write_text(manifest.replace(f'"schema_version": {SCHEMA_VERSION}', '"schema_version": 99'))
     with pytest.raises(InputError, match="schema_version 99"):
         open_prepared(folder)
     (folder / "dataset.json").write_text("{}")
@@ -262,7 +280,7 @@ def test_an_empty_validation_split_is_said(tmp_path: Path, plan: Plans) -> None:
 
 
 def test_nothing_to_train_on_is_an_error(tmp_path: Path, plan: Plans) -> None:
-    with pytest.raises(InputError, match=r"no document to train on in 1 files \(2 rows: 1 rejected, 1 empty"):
+    with pytest.raises(InputError, match=r"no document to train on in 1 file \(2 rows: 1 rejected, 1 empty"):
         prepare(plan(write_rows(tmp_path / "a.jsonl", [[], {"text": ""}])))
     one = next(
         text for text in map(str, range(100)) if units._split(read.Document(text, text.encode(), False), 0.5) == "validation"

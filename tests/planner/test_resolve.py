@@ -321,5 +321,15 @@ def test_hub_name_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "models--someone--something" / "refs").mkdir()
     (tmp_path / "models--someone--something" / "refs" / "main").write_text("abc", encoding="utf-8")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    plan = resolve(request({"model.source": "someone/something"}), CPU)
-    assert (plan.model.source, plan.model.weights, plan.model.shape.family) == ("someone/something", "pretrained", "gpt2")
+    plan = resolve(request({"model.source": "someone/something", "data.tokenizer": "tokenizers/elsewhere"}), CPU)
+    assert (plan.model.source, plan.model.weights) == (str(snapshot), "pretrained"), (
+        "workers need neither the name nor a network"
+    )
+    assert (plan.model.shape.name, plan.model.shape.family) == ("someone/something", "gpt2")
+    assert plan.data.tokenizer == "tokenizers/elsewhere", "not cached: whoever prepares the data fetches it"
+    (snapshot / "tokenizer.json").touch()
+    assert resolve(request({"model.source": "someone/something", "data.tokenizer": "auto"}), CPU).data.tokenizer == str(
+        snapshot
+    )
+    named = resolve(request({"data.tokenizer": "someone/something"}), CPU)
+    assert named.data.tokenizer == str(snapshot), "a saved model gets its files"

@@ -202,8 +202,11 @@ def _prepared(plan: DataPlan, out: Path | None) -> Prepared:
 
 
 @contextmanager
-def shown_progress() -> Iterator[Progress]:
-    """Progress of preparing on stderr: a bar on a terminal, elsewhere a line every ten seconds."""
+def shown_progress(*, quiet: bool = False) -> Iterator[Progress]:
+    """Progress of preparing on stderr: a bar on a terminal, elsewhere a line every ten seconds; nothing if `quiet`."""
+    if quiet:
+        yield lambda *_: None
+        return
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import Progress as Bar

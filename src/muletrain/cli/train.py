@@ -50,6 +50,8 @@ def train(request: RunConfig, *, stop_after: int = 0, profile_steps: int = 0, me
     from muletrain.launch.run_folder import locked, prepare_run_folder, space_warning, write_inputs
 
     place = torchrun_place()
+    with _stoppable("fetching the model"):
+        _fetch(request)
     plan, machine = _decide(request, place)
     options = {"stop_after": stop_after, "profile_steps": profile_steps, "measure_only": measure_only}
     folder = Path(plan.run_dir)
@@ -80,26 +82,33 @@ def _decide(request: RunConfig, place: WorkerPlace | None) -> tuple[Plan, Machin
         request = request.model_copy(update={"parallel": request.parallel.model_copy(update={"workers": place.workers})})
     machine = this_box(visible_devices())
     plan = resolve(request, machine, interactive=sys.stdout.isatty())
-    return _with_peak(plan, machine), machine
+    if plan.parallel.device == "cuda":  # otherwise torch, slow to import, can wait
+        from muletrain.train.device import check_gpu_build
+
+        check_gpu_build(machine.gpus)
+    return plan, machine
 
 
-def _with_peak(plan: Plan, machine: Machine) -> Plan:
-    """The slowest used card's dense peak, if the catalogue knows all of them."""
-    from muletrain.catalog.gpus import gpu_peak
+def _fetch(request: RunConfig) -> None:
+    """Model and tokenizer that are hub names, unless they are here already."""
+    from muletrain.catalog import hub
+    from muletrain.catalog.models import model_names, model_tokenizer
 
-    if plan.parallel.device != "cuda":
-        return plan
-    peaks = [gpu_peak(gpu.name, plan.precision.compute) for gpu in machine.gpus[: plan.parallel.workers]]
-    known = [peak for peak in peaks if peak]
-    peak = min(known) if known and len(known) == len(peaks) else 0.0
-    return plan.model_copy(update={"parallel": plan.parallel.model_copy(update={"peak_flops": peak})})
+    source, tokenizer = request.model.source, request.data.tokenizer
+    named = source not in model_names() and hub.is_name(source) and not Path(source).exists()
+    if named:
+        hub.fetch_model(source, weights=request.model.weights != "random")
+    if tokenizer == "auto":
+        tokenizer = (model_tokenizer(source) or "") if source in model_names() else source
+    if hub.is_name(tokenizer) and not Path(tokenizer).exists():
+        hub.fetch_tokenizer(tokenizer)
 
 
 def _run(plan: Plan, place: WorkerPlace | None, options: dict[str, int], *, quiet: bool) -> int:
     """Data, then workers; the exit code."""
     if not quiet:
         _show(plan)
-    with _stoppable():
+    with _stoppable("preparing data"):
         data = _prepare(plan, quiet=quiet)
 
     from muletrain.launch import local
@@ -120,12 +129,12 @@ def _leave(code: int) -> NoReturn:
 
 
 @contextmanager
-def _stoppable() -> Iterator[None]:
-    """A SIGTERM while data is prepared: there is nothing to save, and what is prepared so far is found again."""
+def _stoppable(doing: str) -> Iterator[None]:
+    """A SIGTERM before training: there is nothing to save, and what is fetched or prepared so far is found again."""
     from muletrain.spec.errors import StoppedError
 
     def stop(_number: int, _frame: object) -> None:
-        raise StoppedError("stopped while preparing data; the same command goes on where it was")
+        raise StoppedError(f"stopped while {doing}; the same command goes on where it was")
 
     previous = signal.signal(signal.SIGTERM, stop)
     try:
@@ -151,11 +160,13 @@ def _show(plan: Plan) -> None:
 
 def _prepare(plan: Plan, *, quiet: bool) -> Prepared:
     """The data set and its rows, made or found, and what it holds: before any worker waits for another."""
+    from muletrain.cli.data import shown_progress
     from muletrain.data.pack import row_table
     from muletrain.data.prepare import prepare
     from muletrain.data.report import report_lines
 
-    prepared = prepare(plan.data)
+    with shown_progress(quiet=quiet) as progress:
+        prepared = prepare(plan.data, progress=progress)
     row_table(prepared, "train", plan.data.sequence_length, plan.data.packing, plan.train.seed)
     if not quiet:
         for line in report_lines(prepared, plan.data.sequence_length, plan.data.packing):

@@ -26,7 +26,7 @@ from muletrain.spec.errors import InputError
 from muletrain.spec.value import Value
 
 MANIFEST = "dataset.json"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 REJECTED_LISTED = 1000
 SplitName = Literal["train", "validation"]
 SPLITS: tuple[SplitName, ...] = ("train", "validation")
@@ -66,6 +66,8 @@ class Manifest(Value):
     schema_version: int = SCHEMA_VERSION
     fingerprint: str
     """Of the files' content and names, the tokenizer and the options: equal fingerprint, equal data set."""
+    content: str
+    """The same without the files' names: equal content, equal documents in the same order, wherever the files lie."""
     tokenizer: str
     tokenizer_fingerprint: str
     text_key: str

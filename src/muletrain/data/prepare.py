@@ -122,13 +122,13 @@ def _hashed(data: DataPlan, progress: Progress) -> list[SourceFile]:
     return examine(paths, data.text_key, data.processes, advance)
 
 
-def _fingerprint(files: Sequence[SourceFile], tokenizer: TextTokenizer, data: DataPlan) -> str:
-    """Names are part of it because messages show them; times are not."""
+def _fingerprint(files: Sequence[SourceFile], tokenizer: TextTokenizer, data: DataPlan, *, named: bool = True) -> str:
+    """Names are part of a data set's because its messages show them, and not of its content's; times are of neither."""
     digest = hashlib.blake2b(digest_size=16)
     options = [SCHEMA_VERSION, read.DOCUMENT_LIMIT_BYTES, read.ROW_LIMIT_BYTES, tokenizer.fingerprint]
     digest.update(json.dumps([*options, data.text_key, data.validation_fraction]).encode())
     for file in files:
-        digest.update(json.dumps([file.path, file.digest, file.form]).encode())
+        digest.update(json.dumps([file.path if named else "", file.digest, file.form]).encode())
     return digest.hexdigest()
 
 
@@ -169,6 +169,7 @@ def _assemble(
             used |= np.unpackbits(arrays["used"], count=tokenizer.vocabulary).astype(np.bool_)
     return Manifest(
         fingerprint=fingerprint,
+        content=_fingerprint(files, tokenizer, data, named=False),
         tokenizer=data.tokenizer,
         tokenizer_fingerprint=tokenizer.fingerprint,
         text_key=data.text_key,
@@ -237,4 +238,8 @@ def _check(prepared: Prepared, data: DataPlan) -> None:
                 "to train on; set it to 0, or give more documents"
             )
         left = f"{manifest.rows} rows: {manifest.rejected} rejected, {manifest.empty} empty, {manifest.too_short} too short"
-        raise InputError(*problems[:20], f"data.source: no document to train on in {manifest.files} files ({left})")
+        binary = ""
+        if manifest.binary_files:
+            binary = f"; {manifest.binary_files} hold no text but bytes: write tables such as Parquet as JSONL, unpack archives"
+        files = f"{manifest.files} file{'s' if manifest.files > 1 else ''}"
+        raise InputError(*problems[:20], f"data.source: no document to train on in {files} ({left}){binary}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from muletrain.catalog import hub
 from muletrain.catalog.gpus import gpu_peak
 from muletrain.catalog.models import model_names, model_tokenizer
 from muletrain.config.environment import cache_dir
@@ -167,6 +168,8 @@ def _data(section: DataSection, asked: ModelSection, model: ModelPlan, machine: 
     if section.tokenizer == "auto":
         tokenizer = _model_tokenizer(asked, model)
         reasons.append(f"data.tokenizer = {tokenizer}: the model's own")
+    if hub.is_name(tokenizer) and not Path(tokenizer).exists():
+        tokenizer = str(hub.cached(tokenizer, "data.tokenizer", hub.TOKENIZER) or tokenizer)
     folder = Path(section.cache_dir).expanduser()
     if section.cache_dir == "auto":
         folder = cache_dir()

@@ -1,6 +1,7 @@
 """model.source -> ModelPlan: a catalogue name, a Hugging Face folder (or its config.json), or a hub name that is in the cache.
 
-Only config.json is read. Nothing is downloaded here: planning works without a network and never starts a transfer of gigabytes.
+Only config.json is read. Nothing is downloaded here: planning works without a network and never starts a transfer of gigabytes;
+`mule train` has fetched what is missing (catalog/hub.py) before it plans. A hub name becomes the folder of its snapshot.
 """
 
 from __future__ import annotations
@@ -9,8 +10,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-import huggingface_hub  # its parts load when they are used
-
+from muletrain.catalog import hub
 from muletrain.catalog.families import model_shape, with_overrides
 from muletrain.catalog.models import model_config, model_names
 from muletrain.spec.errors import InputError
@@ -32,7 +32,8 @@ def read_model(section: ModelSection) -> tuple[ModelPlan, str | None]:
         raise InputError(f"model.source: there is no folder {section.source}")
     if section.source.count("/") != 1:
         model_config(section.source)  # raises, naming the nearest catalogue names
-    return _planned(section, section.source, _hub_config(section.source), has_weights=True, where="a hub name")
+    path = _snapshot(section.source)
+    return _planned(section, str(path), _folder_config(path), has_weights=True, where="a hub name", name=section.source)
 
 
 def _looks_like_path(source: str) -> bool:
@@ -40,17 +41,18 @@ def _looks_like_path(source: str) -> bool:
 
 
 def _planned(
-    section: ModelSection, source: str, config: dict[str, Any], has_weights: bool, where: str
+    section: ModelSection, source: str, config: dict[str, Any], has_weights: bool, where: str, name: str = ""
 ) -> tuple[ModelPlan, str | None]:
     if section.weights == "pretrained" and not has_weights:
         fix = "give a folder with *.safetensors or a hub name" if where == "a catalogue shape" else "no *.safetensors in it"
         raise InputError(f"model.weights: pretrained, but model.source {source} is {where} without weights; {fix}")
+    name = name or source
     weights: Literal["pretrained", "random"] = "pretrained" if has_weights else "random"
-    reason = f"model.weights = {weights}: {source} is {where} {'with' if has_weights else 'without'} weights"
+    reason = f"model.weights = {weights}: {name} is {where} {'with' if has_weights else 'without'} weights"
     if section.weights != "auto":
         weights, reason = section.weights, ""
-    config = with_overrides(config, section.overrides, source)
-    return ModelPlan(source=source, config=config, weights=weights, shape=model_shape(config, source)), reason or None
+    config = with_overrides(config, section.overrides, name)
+    return ModelPlan(source=source, config=config, weights=weights, shape=model_shape(config, name)), reason or None
 
 
 def _folder_config(folder: Path) -> dict[str, Any]:
@@ -70,14 +72,11 @@ def _json_object(file: Path) -> dict[str, Any]:
     return config
 
 
-def _hub_config(name: str) -> dict[str, Any]:
-    try:
-        file = huggingface_hub.try_to_load_from_cache(name, "config.json")
-    except ValueError:
-        raise InputError(f"model.source: {name!r} is neither a catalogue name, a folder nor a hub name") from None
-    if not isinstance(file, str):
+def _snapshot(name: str) -> Path:
+    folder = hub.cached(name, "model.source")
+    if folder is None:
         raise InputError(
             f"model.source: {name} is not a folder, and no hub model of that name has been downloaded; "
-            f"run: hf download {name}, or give a folder"
+            f"run: hf download {name}, or give a folder (mule train downloads it by itself)"
         )
-    return _json_object(Path(file))
+    return folder

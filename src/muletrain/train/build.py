@@ -72,7 +72,7 @@ def build_parts(plan: Plan, data: Path, device: torch.device) -> Parts:
     config = model.config
     weights = open_weights(plan.model, model, plan.train.seed)
     strategy = build_strategy(plan, model, weights, device)
-    return Parts(strategy, stream, prepared.manifest.fingerprint, _model_writer(plan, config), weights.unexpected)
+    return Parts(strategy, stream, prepared.manifest.content, _model_writer(plan, config), weights.unexpected)
 
 
 _EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -6,7 +6,6 @@ and neither is in the speed.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,6 +21,7 @@ from muletrain.spec.place import WorkerPlace
 from muletrain.spec.plan import Plan
 from muletrain.spec.units import format_bytes, format_duration
 from muletrain.train.build import CHECKPOINTS, Parts, Session, build_hooks, build_log, build_parts
+from muletrain.train.device import set_device
 from muletrain.train.hooks import Log
 from muletrain.train.loop import Run, train
 from muletrain.train.resume import carry_over
@@ -35,7 +35,7 @@ def run_worker(plan: Plan, place: WorkerPlace, session: Session) -> int:
 
     Call before CUDA is initialised in this process. Raises MuleError for what a user can mend, anything else for our bugs.
     """
-    device = _set_device(plan, place)
+    device = set_device(plan, place)
     with _process_group(plan, place, device):
         log = build_log(plan, place)
         try:
@@ -112,21 +112,6 @@ def _beginning(plan: Plan, parts: Parts) -> Progress:
         seed=plan.train.seed,
         summary=plan_summary(plan),
     )
-
-
-def _set_device(plan: Plan, place: WorkerPlace) -> torch.device:
-    if plan.parallel.device == "cpu":
-        cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, min(torch.get_num_threads(), cores // place.local_workers)))
-        torch.manual_seed(plan.train.seed)
-        return torch.device("cpu")
-    device = torch.device("cuda", place.local_rank)
-    torch.cuda.set_device(device)
-    torch.manual_seed(plan.train.seed)
-    if plan.memory.gpu_limit:
-        share = plan.memory.gpu_limit / torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
-    return device
 
 
 @contextmanager
