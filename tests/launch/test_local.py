@@ -117,6 +117,7 @@ _LAUNCHER = """
 import os, signal, sys, time
 from pathlib import Path
 from muletrain.launch import local
+from muletrain.spec.errors import MuleError
 
 folder, saves = Path(sys.argv[1]), sys.argv[2] == "saves"
 
@@ -132,12 +133,18 @@ def target(place):
     (folder / f"saved{place.rank}").touch()
     return 75
 
-sys.exit(local.run(target, 2))
+try:
+    code = local.run(target, 2)
+except MuleError as error:
+    print(error, flush=True)
+    code = error.exit_code
+sys.exit(code)
 """
 
 
 def _launch(folder: Path, *words: str) -> tuple[subprocess.Popen[bytes], list[int]]:
-    process = subprocess.Popen([sys.executable, "-c", _LAUNCHER, str(folder), *words], start_new_session=True)
+    line = [sys.executable, "-c", _LAUNCHER, str(folder), *words]
+    process = subprocess.Popen(line, start_new_session=True, stdout=subprocess.PIPE)
     files = [folder / "pid0", folder / "pid1"]
     _wait_for(lambda: all(file.exists() and file.read_text() for file in files), 30)
     return process, [int(file.read_text()) for file in files]
@@ -156,7 +163,9 @@ def test_O06_a_signal_reaches_all_workers_and_they_save(tmp_path, number):
 def test_O05_no_worker_outlives_the_launcher_while_loading(tmp_path, number):
     process, pids = _launch(tmp_path, "loads")
     os.kill(process.pid, number)
-    assert process.wait(10) == (-signal.SIGKILL if number == signal.SIGKILL else EXIT_STOPPED)
+    said, _ = process.communicate(timeout=10)
+    assert process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else EXIT_STOPPED)
+    assert (b"stopped before the first step: nothing new to save" in said) is (number != signal.SIGKILL)
     _wait_for(lambda: not any(map(_alive, pids)), 5)
 
 

@@ -65,8 +65,9 @@ def run(target: Target, workers: int) -> int:
     """Runs target in `workers` forked processes; returns 0 (all done) or 75 (all saved after a signal).
 
     SIGTERM or a first Ctrl-C is passed on, so that workers save and stop; a second one kills them at once and raises
-    KeyboardInterrupt. Call from the main thread. Raises the worker's own MuleError if it raised one, WorkerFailedError with the
-    first failing worker's traceback otherwise; by then no worker is left.
+    KeyboardInterrupt. Call from the main thread. Raises StoppedError if a signal came before there was anything to save, the
+    worker's own MuleError if it raised one, WorkerFailedError with the first failing worker's traceback otherwise; by then no
+    worker is left.
     """
     with tempfile.TemporaryDirectory(prefix="mule-") as folder:
         sys.stdout.flush()
@@ -205,7 +206,10 @@ def _end(workers: list[_Worker]) -> None:
 
 def _verdict(workers: list[_Worker], *, stop_asked: bool) -> int:
     if stop_asked and any(worker.code == -signal.SIGTERM for worker in workers):
-        return EXIT_STOPPED  # the signal came while loading, when there is nothing to save yet and SIGTERM simply ends a worker
+        # while loading there is nothing to save yet, and SIGTERM simply ends a worker
+        raise StoppedError(
+            "stopped before the first step: nothing new to save; the same command starts from where this one did"
+        )
     failed = [worker for worker in workers if _failed(worker)]
     if not failed:
         return EXIT_STOPPED if any(worker.code == EXIT_STOPPED for worker in workers) else EXIT_DONE
