@@ -104,6 +104,8 @@ def test_O01_null_is_absent(write: Any, null: str) -> None:
         ("mdel: {source: x}", "mdel: there is no such key; did you mean model?"),
         ("train: {lr: 1}", "train.lr: there is no such key; did you mean train.optimizer.learning_rate?"),
         ("checkpoint: {every: {n: 1}}", "checkpoint.every: a mapping, where one value is wanted"),
+        ("train.optimizer.beta1: 0.9", "train.optimizer.beta1: in a recipe, write beta1 indented below train.optimizer:"),
+        ("bf16: true", "bf16: there is no such key; did you mean precision.compute?"),
         ("<<: {a: 1}", "<<: there is no such key; a recipe has run_dir, model"),
         ("log: {zzz: 1}", "log.zzz: there is no such key; log has every, console"),
     ],

@@ -50,6 +50,21 @@ ELSEWHERE = {
     "seq_len": "data.sequence_length",
     "gradient_checkpointing": "memory.activations",
     "output_dir": "run_dir",
+    "bf16": "precision.compute",
+    "fp16": "precision.compute",
+    "offload": "memory.strategy",
+    "fsdp": "memory.strategy",
+    "zero_stage": "memory.strategy",
+    "deepspeed": "memory.strategy",
+    "nproc_per_node": "parallel.workers",
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep",
+    "eval_steps": "train.evaluate_every",
+    "logging_steps": "log.every",
+    "resume_from_checkpoint": "checkpoint.resume",
+    "model_name_or_path": "model.source",
+    "base_model": "model.source",
+    "dataset": "data.source",
 }
 """What other trainers call things."""
 WORDS_ELSEWHERE = {
@@ -149,6 +164,8 @@ def unknown_key(path: Path) -> str:
     kept = reserved(path)
     if kept:
         return f"{dotted(path)}: {kept} is part of the design but not in this version; remove it"
+    if len(path) == 1 and tuple(path[0].split(".")) in table()[1]:  # dots are for the command line
+        return f"{path[0]}: in a recipe, write {path[0].rpartition('.')[2]} indented below {path[0].rpartition('.')[0]}:"
     meant = suggestion(path)
     if meant:
         return f"{dotted(path)}: there is no such key; did you mean {meant}?"
