@@ -120,6 +120,12 @@ def test_folders_without_a_model_are_errors(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(InputError, match="has no checkpoint yet"):
         find_model_folder(tmp_path, print)
+    (tmp_path / "checkpoints").rmdir()
+    (tmp_path / "plan.json").touch()
+    with pytest.raises(InputError, match="has no checkpoint yet"):
+        find_model_folder(tmp_path, print)
+    with pytest.raises(InputError, match="gone: there is no such folder; give a run folder"):
+        find_model_folder(tmp_path / "gone", print)
 
 
 def test_a_model_without_tokenizer_is_an_error(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Rejected for generation: the training model of the models room, whose attention 
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer
+from transformers.utils.logging import disable_progress_bar
 
 from muletrain.checkpoint.layout import MODEL, latest_complete
 from muletrain.spec.errors import InputError
@@ -65,6 +67,9 @@ def find_model_folder(path: Path, warn: Callable[[str], None]) -> Path:
         newest = latest_complete(path / "checkpoints", warn)
         if newest is not None:
             return newest / MODEL
+    if not path.is_dir():
+        raise InputError(f"{path}: there is no such folder; give a run folder, a checkpoint or a model folder")
+    if (path / "checkpoints").is_dir() or (path / "plan.json").is_file():
         raise InputError(f"{path}: this run has no checkpoint yet; train until its first one")
     raise InputError(f"{path} is neither a model folder (no config.json) nor a run (no checkpoints)")
 
@@ -76,6 +81,8 @@ class Generator:
         """Raises InputError where the folder has no usable tokenizer."""
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         dtype: Any = "auto" if self._device.type == "cuda" else torch.float32
+        if not sys.stderr.isatty():
+            disable_progress_bar()  # "Loading weights", a flood in a file
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError) as error:
