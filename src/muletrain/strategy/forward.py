@@ -13,13 +13,19 @@ from muletrain.strategy.randomness import PROLOGUE, KeyedRandom
 from muletrain.strategy.update import Updater
 
 
+def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """The batch where it is computed with."""
+    moved = batch.to(device)
+    if moved.cu_seqlens.numel():  # its length varies with the documents: one compiled graph, not one a length
+        torch._dynamo.maybe_mark_dynamic(moved.cu_seqlens, 0)
+    return moved
+
+
 def loss_sum(
     model: CausalModel, batch: MicroBatch, device: torch.device, random: KeyedRandom, window: int, factor: float
 ) -> Tensor:
     """Sum of the loss over the batch's labels, fp32 or fp64 scalar; its gradients come multiplied by `factor`."""
-    moved = batch.to(device)
-    if moved.cu_seqlens.numel():  # its length varies with the documents: one compiled graph, not one a length
-        torch._dynamo.maybe_mark_dynamic(moved.cu_seqlens, 0)
+    moved = on_device(batch, device)
     random.at(window, batch.index)
     random.enter(PROLOGUE)
     return model(

@@ -24,6 +24,7 @@ from muletrain.schedule.build import build
 from muletrain.schedule.ops import Op, Schedule, StepShape
 from muletrain.spec.plan import StreamingPlan
 from muletrain.strategy.contract import StepContext, StepResult
+from muletrain.strategy.forward import on_device
 from muletrain.strategy.materials import Materials
 from muletrain.strategy.parts import StepParts
 from muletrain.strategy.randomness import KeyedRandom
@@ -78,7 +79,7 @@ class StreamedStrategy:
 
     def _run(self, micro_batches: Sequence[MicroBatch], mode: Any, window: int = 0) -> Work:
         device = self._torch_device
-        batches = [batch.to(device) for batch in micro_batches]
+        batches = [on_device(batch, device) for batch in micro_batches]
         zero = torch.zeros((), dtype=torch.float64, device=device)
         self._work = work = Work(batches, window, mode == "train", self._updater.scaler.factor, zero)
         shape = StepShape(
@@ -135,9 +136,10 @@ class StreamedStrategy:
     def _run_layer(self, layer: int, hidden: Tensor, call: Any) -> Any:
         """The first real call of a family's layer: what shape of output it has. Its unit is fetched out of turn."""
         slot = self._device.slots[layer + 1]
+        assert slot.module is not None
         slot.flat.copy_(self._device.units[layer + 1].working)
-        with torch.no_grad():
-            return slot.module(hidden, *call.args, **call.kwargs)  # type: ignore[misc]
+        with torch.no_grad():  # the class's own forward: there is nothing to compile for one call
+            return type(slot.module).forward(slot.module, hidden, *call.args, **call.kwargs)
 
     # --- beside steps -----------------------------------------------------------------------------------------------
 
