@@ -217,7 +217,7 @@ def _for_compiler(arrays: Any) -> Any:
         return tuple(_for_compiler(item) for item in arrays)
     if arrays is None:
         return None
-    alias = torch.from_dlpack(arrays.detach())
+    alias = torch.utils.dlpack.from_dlpack(arrays.detach())
     torch._dynamo.maybe_mark_dynamic(alias, 0)
     return alias
 
