@@ -81,12 +81,43 @@ def _break_manifest(folder):
     (folder / "manifest.json").write_text("{")
 
 
-@pytest.mark.parametrize("damage", [_truncate_model, _delete_state, _flip_a_byte, _empty, _break_manifest])
+def _edit_manifest(folder, **changes):
+    content = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(content | changes))
+
+
+def _delete_position(folder):
+    (folder / "progress.json").unlink()
+
+
+def _list_no_files(folder):
+    _edit_manifest(folder, files={})
+
+
+def _from_another_version(folder):
+    _edit_manifest(folder, schema_version=99)
+
+
+def _copy_under_a_later_name(folder):
+    """Its content is of an earlier step than its name: every resume would begin there again."""
+    _edit_manifest(folder, step=12)
+
+
+DAMAGES = [
+    _truncate_model, _delete_state, _flip_a_byte, _empty, _break_manifest, _delete_position, _list_no_files,
+    _from_another_version, _copy_under_a_later_name,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_R10_a_broken_newest_is_named_and_passed_over(tmp_path, damage):
     _save(tmp_path, 10)
     damage(_save(tmp_path, 20).path)
     (tmp_path / "checkpoint-30-tmp").mkdir()
     (tmp_path / ".step-00000040.tmp-abc").mkdir()
+    (tmp_path / "latest").symlink_to(tmp_path / "gone")
+    (tmp_path / "step-00000999").symlink_to(tmp_path / "gone")
+    (tmp_path / "step-00000998").touch()
     warnings: list[str] = []
     assert load.choose(tmp_path, warnings.append) == step_folder(tmp_path, 10)
     assert len(warnings) == 1 and "step-00000020" in warnings[0]

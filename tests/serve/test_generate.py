@@ -24,6 +24,9 @@ PROMPT = "def carry(load, road):"
 def _checkpoint(run: Path, step: int) -> Path:
     folder = step_folder(run / "checkpoints", step)
     tiny_llama(folder / "model")
+    (folder / "state").mkdir()
+    for name in ("progress.json", "state/.metadata"):
+        (folder / name).touch()
     files = {name: measure(folder / name) for name in files_below(folder)}
     (folder / "manifest.json").write_text(Manifest(step=step, files=files).to_json(), encoding="utf-8")
     return folder

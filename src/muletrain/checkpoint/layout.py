@@ -23,6 +23,8 @@ from muletrain.spec.value import Value
 STATE, MODEL, PROGRESS, MANIFEST = "state", "model", "progress.json", "manifest.json"
 _STEP = re.compile(r"step-(\d+)")
 _UNFINISHED = re.compile(r"\.step-\d+\.(tmp|old)-.*")
+_NEEDED = (PROGRESS, f"{STATE}/.metadata")
+_VERSION = 1
 _CHECKED_BYTES = 16 * 2**20
 """Files up to this size are read again when a checkpoint is chosen; larger ones are judged by size."""
 
@@ -37,7 +39,7 @@ class FileEntry(Value):
 class Manifest(Value):
     """All files of a checkpoint but the manifest itself, by path relative to its folder."""
 
-    schema_version: int = 1
+    schema_version: int = _VERSION
     step: int
     files: dict[str, FileEntry]
 
@@ -104,15 +106,30 @@ def problem_with(folder: Path) -> str | None:
         return f"it has no {MANIFEST}, so its save never ended"
     except (OSError, ValidationError, UnicodeDecodeError):
         return f"its {MANIFEST} cannot be read"
+    problem = _problem_of_manifest(folder, manifest)
     for name, entry in manifest.files.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        size = path.stat().st_size
-        if size != entry.size_bytes:
-            return f"{name} has {size} bytes and should have {entry.size_bytes}"
-        if size <= _CHECKED_BYTES and measure(path) != entry:
-            return f"the content of {name} is not what was saved"
+        problem = problem or _problem_of_file(folder / name, name, entry)
+    return problem
+
+
+def _problem_of_manifest(folder: Path, manifest: Manifest) -> str | None:
+    if manifest.schema_version != _VERSION:
+        return f"its {MANIFEST} is of version {manifest.schema_version}, and this program reads {_VERSION}"
+    named = _STEP.fullmatch(folder.name)
+    if named and int(named[1]) != manifest.step:
+        return f"its {MANIFEST} is of step {manifest.step}, so the folder was renamed or copied"
+    unlisted = [name for name in _NEEDED if name not in manifest.files]
+    return f"its {MANIFEST} does not list {unlisted[0]}" if unlisted else None
+
+
+def _problem_of_file(path: Path, name: str, entry: FileEntry) -> str | None:
+    if not path.is_file():
+        return f"{name} is missing"
+    size = path.stat().st_size
+    if size != entry.size_bytes:
+        return f"{name} has {size} bytes and should have {entry.size_bytes}"
+    if size <= _CHECKED_BYTES and measure(path) != entry:
+        return f"the content of {name} is not what was saved"
     return None
 
 
