@@ -110,10 +110,10 @@ def _run(plan: Plan, place: WorkerPlace | None, options: dict[str, int], *, quie
         _show(plan)
     with _stoppable("preparing data"):
         data = _prepare(plan, quiet=quiet)
-
-    from muletrain.launch import local
-    from muletrain.train.build import Session
-    from muletrain.train.worker import run_worker
+    with _stoppable("starting"):  # importing torch takes seconds
+        from muletrain.launch import local
+        from muletrain.train.build import Session
+        from muletrain.train.worker import run_worker
 
     session = Session(data.folder, options["stop_after"], options["profile_steps"], bool(options["measure_only"]))
     if place is not None:
