@@ -79,6 +79,8 @@ class StreamingPlan(Value):
     """Groups that a step's micro-batches go through the model in."""
     inputs: Literal["card", "host"] = "card"
     """Where the blocks' inputs wait for backward."""
+    on_card: tuple[int, ...] = ()
+    """Units all of whose state stays on the device: 0 is the embedding, then the blocks, then the head."""
     moments: Literal["fp32", "bf16", "8bit"] = "fp32"
     gradients: Literal["master", "bf16"] = "master"
     """Format of a block's summed gradient in host memory: the masters' (fp32), or bf16."""

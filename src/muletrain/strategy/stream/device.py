@@ -2,8 +2,8 @@
 
 A slot is room for one unit's working weights: a flat buffer that a module's parameters are views of. Units of one kind share
 slots, and a unit always uses the same one, so that the graph of a forward finds its parameters again in backward. Those views
-carry version counters of their own (`.data`): autograd would take a refilled slot for a modified one, and the schedule, not autograd,
-answers for what is in it.
+carry version counters of their own (`.data`): autograd would take a refilled slot for a modified one, and the schedule, not
+autograd, answers for what is in it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from muletrain.optim.adamw import UpdateScalars
 from muletrain.optim.flat import FlatState, update_piece
-from muletrain.schedule.build import GRADIENT_BUFFERS
+from muletrain.schedule.layout import Layout
 from muletrain.schedule.ops import Buffer, Op, Place, StreamPlan
 from muletrain.spec.recipe import OptimizerSection
 from muletrain.strategy.randomness import key
@@ -63,11 +63,9 @@ class Device:
         most = max((piece.size for unit in units for piece in unit.pieces), default=0)
         self._staging = [self._stage(most) for _ in range(plan.staging)]
         self._gradients: dict[tuple[int, ...], Tensor] = {}
-        for number, unit in enumerate(units):
-            place, _ = plan.of_kind(number)
-            index = (plan.units[number].kind, place % GRADIENT_BUFFERS)
-            if plan.units[number].trainable and index not in self._gradients:
-                self._gradients[index] = torch.zeros(unit.layout.size, dtype=formats.precision.master, device=device)
+        for number, (unit, buffer) in enumerate(zip(units, Layout(plan).gradients, strict=True)):
+            if plan.units[number].trainable and buffer.index not in self._gradients:
+                self._gradients[buffer.index] = torch.zeros(unit.layout.size, dtype=formats.precision.master, device=device)
         self._inputs: list[Tensor] = []
         self._host_inputs: list[Tensor] = []
 
@@ -102,18 +100,26 @@ class Device:
 
     def update(self, op: Op) -> None:
         """The optimizer's step on one piece; its new working weights go to the slot."""
-        piece = self.units[op.unit].pieces[op.piece]
-        state, gradient = self._staging[_index(op.writes, "staging")[0]]
+        unit = self.units[op.unit]
+        piece = unit.pieces[op.piece]
+        slot: Tensor | None = self.slots[op.unit].flat[piece.start : piece.stop]
+        if self.plan.placed(op.unit) == "card":
+            state = unit.state.part(piece.start, piece.stop)
+            gradient = self._gradients[_index(op.reads, "gradient")][piece.start : piece.stop]
+            slot = slot if self._formats.own_working else None  # else the slot is the state's own working weights
+        else:
+            staged, staged_gradient = self._staging[_index(op.writes, "staging")[0]]
+            state, gradient = staged.part(0, piece.size), staged_gradient[: piece.size]
         assert self.pending is not None
         update_piece(
-            state.part(0, piece.size),
-            gradient[: piece.size],
+            state,
+            gradient,
             self.pending.scalars,
             self._optimizer,
             decay=piece.decay,
             key=key(self._seed, self.pending.update, op.unit),
             start=piece.start,
-            working_out=self.slots[op.unit].flat[piece.start : piece.stop],
+            working_out=slot,
         )
 
     @torch.no_grad()

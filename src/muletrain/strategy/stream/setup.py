@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from muletrain.models.build import materialize_buffers
 from muletrain.models.causal import CausalModel, canonical_name
 from muletrain.optim.flat import StateFormat, state_bytes
 from muletrain.precision.policy import Precision
+from muletrain.schedule.layout import Layout
 from muletrain.schedule.ops import StreamPlan, UnitShape
 from muletrain.spec.plan import StreamingPlan
 from muletrain.strategy.materials import Materials
@@ -59,10 +61,14 @@ def assemble(materials: Materials, prepare: Prepare, streaming: StreamingPlan, s
     gradient = precision.master if streaming.gradients == "master" else torch.bfloat16
     formats = Formats(precision, state, gradient)
     named, blocks, places = _units(model), list(model.layers), _places(model)
-    arena = HostArena(sum(unit_bytes(part, formats, padded_bytes) for part in named), register=device.type == "cuda")
-    units = [HostUnit(number, part, formats, arena.take, streaming.piece) for number, part in enumerate(named)]
-    for unit in units:
-        unit.fill(materials.weights)
+    host = [part for number, part in enumerate(named) if number not in streaming.on_card]
+    arena = HostArena(sum(unit_bytes(part, formats, padded_bytes) for part in host), register=device.type == "cuda")
+    units = []
+    for number, part in enumerate(named):
+        on_card = number in streaming.on_card
+        take = partial(_on_device, device) if on_card else arena.take
+        units.append(HostUnit(number, part, formats, take, streaming.piece, on_card))
+        units[-1].fill(materials.weights)
     plan = _plan(model, units, blocks, formats, streaming)
     stage = Stage(run_layer)
     for number, block in enumerate(blocks):
@@ -78,6 +84,10 @@ def assemble(materials: Materials, prepare: Prepare, streaming: StreamingPlan, s
     unit_of = {segment.name: unit for unit in units for segment in unit.layout.segments}
     norm_places = [torch.tensor([places[segment.name] for segment in unit.layout.segments], device=device) for unit in units]
     return Built(on_device, stage, unit_of, norm_places, [arena])
+
+
+def _on_device(device: torch.device, count: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(count, dtype=dtype, device=device)
 
 
 def _places(model: CausalModel) -> dict[str, int]:
@@ -136,6 +146,7 @@ def _plan(
         activations=("recompute",) * len(units),
         inputs=streaming.inputs,
         update="next_fetch",
+        placement=tuple("card" if number in streaming.on_card else "streamed" for number in range(len(units))),
     )
 
 
@@ -148,11 +159,11 @@ def _slots(
     prepare: Prepare,
 ) -> list[Slot]:
     """By block: the slot that it always uses."""
-    made: dict[tuple[int, int], Slot] = {}
+    made: dict[tuple[int, ...], Slot] = {}
     slots = []
+    layout = Layout(plan)
     for number, block in enumerate(blocks, start=1):
-        place, _ = plan.of_kind(number)
-        index = (plan.units[number].kind, place % plan.slots)
+        index = layout.slots[number][0].index[:2]
         if index not in made:
             module = copy.deepcopy(block).to_empty(device=device)
             slot = _views(module, units[number], f"{_common_prefix(units[number])}", device, precision)
@@ -173,7 +184,7 @@ def _outer_slot(model: CausalModel, unit: HostUnit, device: torch.device, precis
 
 def _views(module: nn.Module, unit: HostUnit, prefix: str, device: torch.device, precision: Precision) -> Slot:
     """Makes the unit's parameters in `module` views of one flat buffer, with version counters of their own."""
-    flat = torch.zeros(unit.layout.size, dtype=precision.compute, device=device)
+    flat = unit.working if unit.on_card else torch.zeros(unit.layout.size, dtype=precision.compute, device=device)
     parameters = []
     for segment in unit.layout.segments:
         owner, _, leaf = segment.name.removeprefix(prefix).rpartition(".")

@@ -38,15 +38,26 @@ class Formats:
 
 
 class HostUnit:
-    """Master weights, moments, summed gradient and, where they are not part of the master, working weights: flat arrays."""
+    """Master weights, moments, summed gradient and, where they are not part of the master, working weights, in flat arrays."""
 
-    def __init__(self, number: int, named: Sequence[tuple[str, Tensor]], formats: Formats, take: Take, most: int) -> None:
-        """`named`: canonical names and parameters (the meta device will do). `most`: elements in a piece of state."""
-        self.number, self.layout, self._formats = number, FlatLayout.of(named), formats
+    def __init__(
+        self,
+        number: int,
+        named: Sequence[tuple[str, Tensor]],
+        formats: Formats,
+        take: Take,
+        most: int,
+        on_card: bool = False,
+    ) -> None:
+        """`named`: canonical names and parameters (the meta device will do). `most`: elements in a piece of state.
+
+        `on_card`: `take` gives device memory, and the gradient stays where it is summed.
+        """
+        self.number, self.on_card, self.layout, self._formats = number, on_card, FlatLayout.of(named), formats
         self.pieces: tuple[Region, ...] = tuple(self.layout.pieces(most)) if self.layout.size else ()
         size = self.layout.size
         self.state = _state(formats.state, size, take)
-        self.gradient = take(size, formats.gradient)
+        self.gradient = take(0 if on_card else size, formats.gradient)
         master = self.state.master
         self.working: Tensor
         """What the model computes with: [size] of the compute dtype."""
@@ -59,7 +70,8 @@ class HostUnit:
     def fill(self, weights: WeightSource) -> None:
         """First values, one tensor at a time."""
         for segment in self.layout.segments:
-            self.set_master(segment.name, weights.tensor(segment.name).to(self._formats.precision.master))
+            value = weights.tensor(segment.name)
+            self.set_master(segment.name, value.to(self.working.device, self._formats.precision.master))
         self.refresh()
 
     def master_of(self, name: str) -> Tensor:
@@ -107,9 +119,9 @@ class HostUnit:
                 segment.of(moment.values).copy_(value)
             return
         part = _blocks(moment, segment.start, value.numel())
-        padded = torch.zeros(part.values.numel(), dtype=self._formats.precision.master)
+        padded = torch.zeros(part.values.numel(), dtype=self._formats.precision.master, device=value.device)
         padded[: value.numel()] = value.flatten()
-        half = torch.full((padded.numel(),), 0x7FFF, dtype=torch.int32)
+        half = torch.full((padded.numel(),), 0x7FFF, dtype=torch.int32, device=value.device)
         self._moment_format(field).store(part, padded, half)
 
     def _moment_format(self, field: str) -> MomentFormat:

@@ -1,0 +1,1 @@
+"""The streamed strategy's own tests."""

@@ -1,0 +1,128 @@
+"""The streamed engine in all its layouts: waves, inputs on the host, pieces, threads that race, state in narrow formats."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from muletrain.schedule.ops import Schedule
+from muletrain.spec.errors import DoesNotFitError
+from muletrain.spec.plan import ModelPlan
+from muletrain.strategy.stream.arena import HostArena
+from muletrain.strategy.stream.executor import Handler, Threads
+from tests.strategy.runs import Run, advance, batches_of, curve, start, train_alone, worst
+
+SMALL = {"piece": 4096, "staging": 2}
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"waves": 3},
+    {"inputs": "host", **SMALL},
+    {"waves": 3, "inputs": "host", "slots": 3, **SMALL},
+    {"waves": 2, "slots": 1, "staging": 1, "piece": 2048},
+    {"on_card": (0, 2, 4), "inputs": "host", **SMALL},
+    {"on_card": (0, 1, 2, 3, 4), "waves": 2},
+]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_layout_gives_the_resident_bits(models: dict[str, ModelPlan], family: str, layout: dict[str, Any]) -> None:
+    """Clipping on, dropout on for GPT-2: with the gradient kept in master precision not one bit differs."""
+    run = Run(models[family], compute="fp32", rate=1e-3, steps=6, micro_batch=2)
+    assert train_alone(replace(run, strategy="streamed", streaming=layout)) == train_alone(run)
+
+
+def test_without_clipping_too(models: dict[str, ModelPlan]) -> None:
+    run = Run(models["qwen3"], compute="fp32", rate=1e-3, steps=6, clip_norm=0.0)
+    assert train_alone(replace(run, strategy="streamed", streaming={"waves": 2})) == train_alone(run)
+
+
+class Poisoning:
+    """Runs on racing threads, and fills a slot or buffer with NaN right before it is loaded: a reader that comes too late or a
+    transfer that comes too early cannot go unseen."""
+
+    def __init__(self, strategy: Any, seed: int, delay_s: float) -> None:
+        self._inner, self._device = Threads(seed, delay_s), strategy._device
+
+    def run(self, schedule: Schedule, handler: Handler) -> None:
+        def poisoned(op: Any) -> None:
+            if op.kind == "fetch":
+                with torch.no_grad():
+                    self._device.slots[op.unit].flat.fill_(float("nan"))
+            handler(op)
+
+        self._inner.run(schedule, poisoned)
+
+
+SEEDS = int(os.environ.get("MULETRAIN_TEST_SEEDS", "12"))
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_threads_with_random_delays_give_the_same_bits(models: dict[str, ModelPlan], seed: int) -> None:
+    """Each resource is a thread; what keeps them in step is the schedule alone."""
+    layout = LAYOUTS[seed % len(LAYOUTS)]
+    run = Run(models["llama"], strategy="streamed", compute="fp32", rate=1e-3, steps=3, streaming=layout)
+    strategy = start(run)
+    strategy.executor = Poisoning(strategy, seed, 0.004)  # type: ignore[attr-defined]
+    assert curve(advance(strategy, run, 0, 3)) == train_alone(replace(run, strategy="resident"))
+
+
+def test_a_thread_that_fails_stops_the_step(models: dict[str, ModelPlan]) -> None:
+    run = Run(models["llama"], strategy="streamed", compute="fp32", steps=1)
+    strategy = start(run)
+    strategy.executor = Threads(0, 0.0)  # type: ignore[attr-defined]
+    strategy._device.units[2].working = torch.zeros(3)  # type: ignore[attr-defined]  # the next fetch of it cannot work
+    with pytest.raises(RuntimeError, match="size"):
+        advance(strategy, run, 0, 1)
+
+
+@pytest.mark.parametrize("moments", ["bf16", "8bit"])
+def test_bf16_with_split_masters_follows_resident_bf16(models: dict[str, ModelPlan], moments: str) -> None:
+    """Narrow moments and gradients: the loss curve stays within a few thousandths of fp32 state."""
+    run = Run(models["llama"], compute="bf16", rate=1e-3, steps=8)
+    streaming = {"moments": moments, "gradients": "bf16", **SMALL}
+    assert worst(train_alone(replace(run, strategy="streamed", streaming=streaming)), train_alone(run)) < 3e-3
+
+
+def test_narrow_state_survives_being_saved_and_loaded(models: dict[str, ModelPlan]) -> None:
+    """What state_tensors lends goes back bit for bit: the next steps are those of an undisturbed run."""
+    run = Run(models["llama"], strategy="streamed", compute="bf16", steps=6, streaming={"moments": "bf16", **SMALL})
+    plain = start(run)
+    expected = curve(advance(plain, run, 0, 6))
+    other = start(run)
+    first = curve(advance(other, run, 0, 3))
+    saved = {kind: {n: t.clone() for n, t in part.items()} for kind, part in other.state_tensors().items()}
+    fresh = start(run)
+    for kind, tensors in fresh.state_tensors().items():
+        for name, tensor in tensors.items():
+            tensor.copy_(saved[kind][name])
+    fresh.loaded(other.state_scalars())
+    assert first + curve(advance(fresh, run, 3, 6)) == expected
+
+
+def test_a_pending_update_is_applied_before_evaluation(models: dict[str, ModelPlan]) -> None:
+    run = Run(models["llama"], compute="fp32", rate=1e-3, steps=2)
+    values = []
+    for strategy_name in ("resident", "streamed"):
+        strategy = start(replace(run, strategy=strategy_name))
+        advance(strategy, run, 0, 2)
+        values.append(strategy.evaluate(batches_of(99, run, 40)))
+    assert values[0] == values[1]
+
+
+def test_too_little_host_memory_is_said_before_anything_is_loaded() -> None:
+    with pytest.raises(DoesNotFitError, match="more than is free on this machine"):
+        HostArena(1 << 50, register=False)
+
+
+def test_an_arena_hands_out_zeroed_arrays_that_do_not_overlap() -> None:
+    arena = HostArena(3 * 4096, register=False)
+    first, second = arena.take(100, torch.float32), arena.take(5, torch.int16)
+    first.fill_(7)
+    assert not second.any() and first.dtype == torch.float32 and second.shape == (5,)
+    with pytest.raises(ValueError, match="bytes left"):
+        arena.take(8000, torch.uint8)
