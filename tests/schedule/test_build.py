@@ -137,6 +137,22 @@ def test_update_in_backward_needs_no_norm_and_no_gradient_on_the_link() -> None:
     assert [op.size_bytes for op in schedule.ops if op.kind == "fetch_state"] == [80, 80, 80]  # 10 - 2 bytes a parameter
 
 
+def test_what_stays_on_the_card_does_not_travel() -> None:
+    """The embedding with its state is updated where it is; of the head, whose parameters stay, only state travels."""
+    placement = ("card", "streamed", "parameters")
+    ops = build(plan(1, placement=placement, waves=2), step(8, 8, pending=True)).ops
+    assert [(op.unit, op.wave) for op in ops if op.kind in ("fetch", "fetch_gradient")] == []
+    assert [op.unit for op in ops if op.kind == "fetch_state"] == [1, 2]
+    assert [op.unit for op in ops if op.kind == "update"] == [0, 1, 2]
+    assert [op.unit for op in ops if op.kind == "store"] == [2, 1]
+    assert lines(build(plan(1, placement=placement), step(8, mode="evaluate"))) == [
+        "fetch u1",
+        "forward u0 m0",
+        "forward u1 m0 <0",
+        "epilogue u2 m0",
+    ]
+
+
 def test_flush_is_updates_only() -> None:
     kinds = Counter(op.kind for op in build(plan(4), step(pending=True, mode="flush")).ops)
     assert kinds == {"fetch_state": 6, "update": 6, "publish": 6}
@@ -208,8 +224,9 @@ def test_every_unit_does_its_part(seed: int) -> None:
     updates = Counter((op.unit, op.piece) for op in ops if op.kind == "update")
     updating = shape.pending or (shape.mode == "train" and chosen.update == "in_backward")
     assert updates == (Counter(pieces) if updating else Counter())
+    travelling = Counter(key for key in updates if chosen.placed(key[0]) != "card")
     for kind in ("fetch_state", "publish"):
-        assert Counter((op.unit, op.piece) for op in ops if op.kind == kind) == updates
+        assert Counter((op.unit, op.piece) for op in ops if op.kind == kind) == travelling
     norms = sorted(op.unit for op in ops if op.kind == "norm")
     assert norms == (trainable if shape.mode == "train" and chosen.update == "next_fetch" else [])
     sent = Counter((op.unit, op.micro_batch, op.piece) for op in ops if op.kind == "send")
@@ -250,6 +267,7 @@ def test_twenty_thousand_ops_in_well_under_a_second() -> None:
     [
         (plan(units=(unit(0), unit(2))), step(8), "an embedding, blocks and a head; 2 units given"),
         (plan(activations=("keep",)), step(8), "activations names 1 units of 4"),
+        (plan(placement=("card",)), step(8), "placement names 1 units of 4"),
         (plan(units=(unit(0), unit(1).model_copy(update={"parameters": 11}), unit(2))), step(8), "pieces of unit 1 sum to 10"),
         (plan(slots=0), step(8), "slots, staging and waves"),
         (plan(), step(mode="flush"), "none are pending"),

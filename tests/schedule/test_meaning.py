@@ -9,6 +9,7 @@ import random
 import pytest
 
 from muletrain.schedule.build import build, waves_of
+from muletrain.schedule.layout import Layout
 from muletrain.schedule.ops import Buffer, Op, Schedule, StepShape, StreamPlan
 from tests.schedule.plans import random_case
 
@@ -33,8 +34,8 @@ def run_op(op: Op, memory: Memory) -> None:
     elif op.kind == "fetch_state":
         memory[op.writes[0]] = tuple(values)
     elif op.kind == "update":
-        new = hash(("update", op.unit, op.piece, values[0], *values[1:]))
-        memory[written["staging"]] = memory[written["slot"]] = new
+        new = hash(("update", op.unit, op.piece, *values))
+        memory.update(dict.fromkeys(op.writes, new))
     elif op.kind == "publish":
         assert values[0] == values[1]
         memory[written["host_state"]] = memory[written["host_parameters"]] = values[0]
@@ -71,12 +72,28 @@ def reference(plan: StreamPlan, step: StepShape) -> Memory:
         buffer = Buffer(place, (unit, *piece))  # type: ignore[arg-type]
         return host.get(buffer, initial(buffer))
 
+    layout = Layout(plan)
+    parameters = [
+        [
+            initial(layout.slots[u][p] if plan.placed(u) != "streamed" else Buffer("host_parameters", (u, p)))
+            for p in range(len(shape.pieces))
+        ]
+        for u, shape in enumerate(plan.units)
+    ]
+
     def update(unit: int, gradient: Symbol | None) -> None:
         for p in range(len(plan.units[unit].pieces)):
-            state = value("host_state", unit, p)
-            taken = ((state, value("host_gradient", unit)),) if gradient is None else ((state,), gradient)
-            new = hash(("update", unit, p, *taken))
-            host[Buffer("host_state", (unit, p))] = host[Buffer("host_parameters", (unit, p))] = new
+            if plan.placed(unit) == "card":
+                state = value("card_state", unit, p)
+                taken = (state, initial(layout.gradients[unit]) if gradient is None else gradient)
+            else:
+                state = value("host_state", unit, p)
+                taken = ((state, value("host_gradient", unit)),) if gradient is None else ((state,), gradient)
+            parameters[unit][p] = new = hash(("update", unit, p, *taken))
+            if plan.placed(unit) == "card":
+                host[Buffer("card_state", (unit, p))] = new
+            else:
+                host[Buffer("host_state", (unit, p))] = host[Buffer("host_parameters", (unit, p))] = new
 
     if step.pending:
         for u, shape in enumerate(plan.units):
@@ -84,8 +101,8 @@ def reference(plan: StreamPlan, step: StepShape) -> Memory:
                 update(u, None)
     if step.mode == "flush":
         return host
-    units, head = range(len(plan.units)), len(plan.units) - 1
-    parameters = [tuple(value("host_parameters", u, p) for p in range(len(plan.units[u].pieces))) for u in units]
+    head = len(plan.units) - 1
+    used = [tuple(pieces) for pieces in parameters]  # of this step; updates in backward are for the next
     gradients: dict[int, Symbol] = {}
     sums = initial(Buffer("sums", ()))
     waves = waves_of(plan, step)
@@ -94,12 +111,12 @@ def reference(plan: StreamPlan, step: StepShape) -> Memory:
         hidden: dict[int, list[tuple[Symbol, ...]]] = {m: [()] for m in wave}
         for u in range(head):
             for m in wave:
-                hidden[m].append((hash(("forward", (u, m, parameters[u], hidden[m][u]))),))
+                hidden[m].append((hash(("forward", (u, m, used[u], hidden[m][u]))),))
         carried: dict[int, Symbol] = {}
         lowest = 0 if step.mode == "evaluate" or plan.units[0].trainable else 1
         for u in range(head, head - 1 if step.mode == "evaluate" else lowest - 1, -1):
             for m in wave:
-                key = (u, m, parameters[u], hidden[m][u])
+                key = (u, m, used[u], hidden[m][u])
                 above = () if u == head else (carried[m],)
                 keeps = u != head and plan.activations[u] != "recompute"
                 carried[m] = hash(("backward", key, above, (hash(("kept", key)),) if keeps else ()))
@@ -114,7 +131,10 @@ def reference(plan: StreamPlan, step: StepShape) -> Memory:
                     update(u, gradients[u])
                 else:
                     sums = hash((sums, "norm", u, gradients[u]))
-                    host[Buffer("host_gradient", (u,))] = gradients[u]
+                    if plan.placed(u) == "card":
+                        host[layout.gradients[u]] = gradients[u]
+                    else:
+                        host[Buffer("host_gradient", (u,))] = gradients[u]
     host[Buffer("sums", ())] = sums
     return host
 

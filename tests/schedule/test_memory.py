@@ -6,6 +6,7 @@ import pytest
 
 from muletrain.schedule.build import build
 from muletrain.schedule.memory import card_bytes, host_bytes, wave_positions
+from muletrain.schedule.ops import Buffer
 from tests.schedule.plans import plan, random_case, step, unit
 
 
@@ -17,6 +18,7 @@ def test_card_by_hand() -> None:
         "slots": (50 + 2 * 12 + 40) * 2,
         "staging": 2 * 40 * 10,
         "gradients": (50 + 2 * 12 + 40) * 4,
+        "state": 0,
         "inputs": 4 * 11 * 4 * 2,
         "hidden_gradients": 11 * 4 * 2,
         "kept": 7 * 11,
@@ -43,12 +45,16 @@ def test_a_schedule_names_no_more_than_is_counted(seed: int) -> None:
     chosen, shape = random_case(seed)
     used = {buffer for op in build(chosen, shape).ops for buffer in (*op.reads, *op.writes)}
     card, host, wave = card_bytes(chosen, shape), host_bytes(chosen, shape), wave_positions(chosen, shape)
-    largest = {u.kind: max(v.parameters for v in chosen.units if v.kind == u.kind) for u in chosen.units}
-    slots = {b.index[:2] for b in used if b.place == "slot"}
-    assert sum(largest[kind] for kind, _ in slots) * chosen.working_bytes <= card["slots"]
-    gradients = [b.index[0] for b in used if b.place == "gradient"]
-    trained = {k: max((v.parameters for v in chosen.units if v.kind == k and v.trainable), default=0) for k in largest}
-    assert sum(trained[kind] for kind in gradients) * 4 <= card["gradients"]
+    holders: dict[Buffer, int] = {}
+    for op in build(chosen, shape).ops:
+        for b in (*op.reads, *op.writes):
+            if b.place in ("slot", "gradient"):
+                buffer = Buffer(b.place, b.index[:2])
+                holders[buffer] = max(holders.get(buffer, 0), chosen.units[op.unit].parameters)
+    assert sum(n for b, n in holders.items() if b.place == "slot") * chosen.working_bytes <= card["slots"]
+    assert sum(n for b, n in holders.items() if b.place == "gradient") * 4 <= card["gradients"]
+    staying = [chosen.units[b.index[0]].pieces[b.index[1]] for b in used if b.place == "card_state"]
+    assert sum(staying) * 6 <= card["state"]
     rows = {b.index[0] for b in used if b.place == "input"}
     assert len(rows) * wave * chosen.hidden * chosen.working_bytes <= card["inputs"]
     kept = {b.index[0] for b in used if b.place == "kept" and len(b.index) == 2}
@@ -61,3 +67,15 @@ def test_a_schedule_names_no_more_than_is_counted(seed: int) -> None:
     assert sum(chosen.units[u].kept_bytes_a_token for u in sent) * wave <= host["offload"]
     stored = [chosen.units[b.index[0]].parameters for b in used if b.place == "host_gradient"]
     assert sum(stored) * chosen.gradient_bytes <= host["gradients"]
+
+
+def test_a_unit_on_the_card_by_hand() -> None:
+    """The embedding with all that belongs to it: parameters 2, master and moments 6, gradient 4 bytes; nothing on the host."""
+    streamed, placed = plan(units=(unit(0, (30, 20)), unit(1), unit(2))), ("card", "streamed", "streamed")
+    on_card = streamed.model_copy(update={"placement": placed})
+    before, after = card_bytes(streamed, step(8)), card_bytes(on_card, step(8))
+    assert after["state"] == 50 * 6 and before["state"] == 0
+    assert (after["slots"], after["gradients"]) == (before["slots"], before["gradients"]) == (70 * 2, 70 * 4)
+    assert after["staging"] == 2 * 10 * 10 and before["staging"] == 2 * 30 * 10
+    less = {part: size - host_bytes(on_card, step(8))[part] for part, size in host_bytes(streamed, step(8)).items()}
+    assert less == {"parameters": 100, "state": 300, "gradients": 100, "inputs": 0, "offload": 0}

@@ -89,13 +89,26 @@ def test_room_is_used() -> None:
     assert choose(base, shape, tight).plan == least
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(200))
 def test_no_timeline_beats_the_bound(seed: int) -> None:
     chosen, shape = random_case(seed)
     if shape.mode != "train":
         shape = shape.model_copy(update={"mode": "train", "pending": False})
-    rates = Rates(compute_flops=10, up_bytes_s=3, down_bytes_s=2, both_bytes_s=4, memory_bytes_s=5)
-    assert least_s(chosen, shape, rates) <= simulate_steady(chosen, shape, rates).step_s
+    for flops in (0.5, 10, 1000):
+        rates = Rates(compute_flops=flops, up_bytes_s=3, down_bytes_s=2, both_bytes_s=4, memory_bytes_s=1000)
+        assert least_s(chosen, shape, rates) <= simulate_steady(chosen, shape, rates).step_s
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_units_may_stay_on_the_card(seed: int) -> None:
+    """Never worse than with all units streamed; with memory for everything a slow link is not used."""
+    base, shape, box = random_box(seed)
+    placed = choose(base, shape, box, place=True)
+    assert sum(placed.card.values()) <= box.card_bytes
+    assert placed.timeline.step_s <= choose(base, shape, box).timeline.step_s
+    slow = box.rates.model_copy(update={"up_bytes_s": 1e8, "down_bytes_s": 1e8, "both_bytes_s": 1e8})
+    everything = choose(base, shape, box.model_copy(update={"card_bytes": 2**50, "rates": slow}), place=True)
+    assert everything.timeline.busy_s["up"] == 0 and set(everything.plan.placement) == {"card"}
 
 
 def test_waves_can_be_fixed() -> None:

@@ -10,11 +10,10 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Final
 
+from muletrain.schedule.layout import Layout
 from muletrain.schedule.ops import Buffer, Place, Schedule, ScheduleError, StepShape, StreamPlan
 from muletrain.schedule.program import Program
 
-GRADIENT_BUFFERS: Final = 2
-"""A kind of unit: one is filled while the other is stored."""
 GRADIENT_SUM_BYTES: Final = 4
 """Gradients are summed over micro-batches in fp32."""
 _SUMS: Final = Buffer("sums", ())
@@ -47,6 +46,8 @@ def _require_consistent(plan: StreamPlan, step: StepShape) -> None:
         raise ScheduleError(f"a streamed model has an embedding, blocks and a head; {units} units given")
     if len(plan.activations) != units:
         raise ScheduleError(f"activations names {len(plan.activations)} units of {units}")
+    if plan.placement and len(plan.placement) != units:
+        raise ScheduleError(f"placement names {len(plan.placement)} units of {units}")
     for u, unit in enumerate(plan.units):
         if sum(unit.pieces) != unit.parameters:
             raise ScheduleError(f"pieces of unit {u} sum to {sum(unit.pieces)}, it has {unit.parameters} parameters")
@@ -73,30 +74,16 @@ class _Builder:
         self._head = len(plan.units) - 1
         self._waves = waves_of(plan, step)
         self._training = step.mode == "train"
-        self._slots: list[tuple[Buffer, ...]] = []
-        """By unit: the pieces of its slot."""
-        self._gradients: list[Buffer] = []
-        """By unit."""
-        self._holder: dict[tuple[int, ...], int] = {}
+        layout = Layout(plan)
+        self._slots, self._gradients, self._sharers = layout.slots, layout.gradients, layout.sharers
+        self._holder = {layout.slots[u][0].index[:2]: u for u in range(len(plan.units)) if plan.placed(u) != "streamed"}
         """(kind, slot) -> the unit whose parameters are in it."""
         self._input_holder: dict[Buffer, tuple[int, int]] = {}
         """Input buffer -> (unit, micro-batch)."""
-        self._sharers: dict[Buffer, int] = {}
-        """Gradient buffer -> trainable units that use it."""
         self._known: dict[Buffer, Buffer] = {}
         self._staged = self._offloaded = 0
         self._last_load = self._last_update = -1
         self._pending = {u for u, shape in enumerate(plan.units) if shape.trainable and step.pending}
-        places: dict[int, int] = {}
-        for shape in plan.units:
-            place = places.get(shape.kind, 0)
-            places[shape.kind] = place + 1
-            slot = (shape.kind, place % plan.slots)
-            # A unit without parameters still has a slot, of no bytes, so that its ops are like all others.
-            self._slots.append(tuple(Buffer("slot", (*slot, p)) for p in range(max(1, len(shape.pieces)))))
-            self._gradients.append(Buffer("gradient", (shape.kind, place % GRADIENT_BUFFERS)))
-            if shape.trainable:
-                self._sharers[self._gradients[-1]] = self._sharers.get(self._gradients[-1], 0) + 1
 
     # --- the three modes -------------------------------------------------------------------------------------------
 
@@ -231,7 +218,7 @@ class _Builder:
         if last:
             read_bytes = float(shape.parameters * GRADIENT_SUM_BYTES)
             self._add("norm", "compute", (gradient, _SUMS), (_SUMS,), unit=unit, wave=wave, memory_bytes=read_bytes)
-        if last or self._sharers[gradient] > 1:
+        if self._sharers[gradient] > 1 or (last and plan.placed(unit) != "card"):
             size = shape.parameters * plan.gradient_bytes
             self._add("store", "down", (gradient,), (Buffer("host_gradient", (unit,)),), unit=unit, wave=wave, size_bytes=size)
 
@@ -249,6 +236,9 @@ class _Builder:
         """Each piece up, updated and published. `chained`: it is how the unit's parameters get to their slot, so it takes
         its turn among the fetches."""
         plan = self._plan
+        if plan.placed(unit) == "card":
+            self._update_on_card(unit, wave)
+            return
         in_backward = plan.update == "in_backward"
         up = plan.state_up_bytes - (plan.gradient_bytes if in_backward else 0)
         for piece, elements in enumerate(plan.units[unit].pieces):
@@ -270,6 +260,16 @@ class _Builder:
             self._add(
                 "publish", "down", (staging, slot), (state, Buffer("host_parameters", (unit, piece))),
                 unit=unit, wave=wave, piece=piece, size_bytes=round(elements * plan.state_down_bytes),
+            )  # fmt: skip
+
+    def _update_on_card(self, unit: int, wave: int) -> None:
+        plan = self._plan
+        for piece, elements in enumerate(plan.units[unit].pieces):
+            state = Buffer("card_state", (unit, piece))
+            self._last_update = self._add(
+                "update", "update", (state, self._gradients[unit]), (state, self._slots[unit][piece]),
+                unit=unit, wave=wave, piece=piece, memory_bytes=elements * (plan.state_up_bytes + plan.state_down_bytes),
+                behind=self._last_update,
             )  # fmt: skip
 
     # --- activations -----------------------------------------------------------------------------------------------

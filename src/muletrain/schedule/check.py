@@ -7,16 +7,18 @@ each reader of a place expects in it.
 
 from __future__ import annotations
 
+from muletrain.schedule.layout import Layout
 from muletrain.schedule.ops import Buffer, Op, Schedule, ScheduleError
 from muletrain.schedule.program import Clocks
 
-_HOST_FROM_START = frozenset({"host_parameters", "host_state", "sums"})
+_FROM_START = frozenset({"host_parameters", "host_state", "card_state", "sums"})
 
 
 def check(schedule: Schedule) -> None:
     """Raises ScheduleError naming the two ops at fault. O(ops x (buffers an op + resources))."""
     ops = schedule.ops
-    from_start = _HOST_FROM_START | ({"host_gradient"} if schedule.step.pending else frozenset())
+    filled = Layout(schedule.plan).filled(schedule.step.pending)
+    from_start = _FROM_START | ({"host_gradient"} if schedule.step.pending else frozenset())
     clocks = Clocks()
     writer: dict[Buffer, Op] = {}
     readers: dict[Buffer, list[Op]] = {}
@@ -27,7 +29,7 @@ def check(schedule: Schedule) -> None:
         for buffer in op.reads:
             source = writer.get(buffer)
             if source is None:
-                if buffer.place not in from_start:
+                if buffer.place not in from_start and buffer not in filled:
                     raise ScheduleError(f"{describe(op)} reads {_name(buffer)}, which no op has written")
             else:
                 if not clocks.ordered(source.id, op.id):
@@ -67,7 +69,7 @@ def _is_meant_for(source: Op, buffer: Buffer, reader: Op) -> bool:
     match buffer.place:
         case "slot" | "gradient" | "host_parameters" | "host_gradient":
             return same_unit
-        case "staging" | "host_state":
+        case "staging" | "host_state" | "card_state":
             return same_unit and source.piece == reader.piece
         case "input":
             return same_micro_batch and (same_unit if source.kind == "receive" else source.unit == reader.unit - 1)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from muletrain.schedule.build import GRADIENT_BUFFERS, GRADIENT_SUM_BYTES, waves_of
-from muletrain.schedule.ops import StepShape, StreamPlan, UnitShape
+from muletrain.schedule.build import GRADIENT_SUM_BYTES, waves_of
+from muletrain.schedule.layout import Layout
+from muletrain.schedule.ops import StepShape, StreamPlan
 
 
 def wave_positions(plan: StreamPlan, step: StepShape) -> int:
@@ -13,19 +14,20 @@ def wave_positions(plan: StreamPlan, step: StepShape) -> int:
 
 def card_bytes(plan: StreamPlan, step: StepShape, *, logits_bytes: int = 0, context_bytes: int = 0) -> dict[str, int]:
     """Bytes by part. `logits_bytes`: what the loss needs at once. `context_bytes`: the driver's own memory and workspaces."""
-    kinds: dict[int, list[UnitShape]] = {}
-    for unit in plan.units:
-        kinds.setdefault(unit.kind, []).append(unit)
-    pieces = [piece for unit in plan.units if unit.trainable for piece in unit.pieces]
+    layout = Layout(plan)
+    travels = [u for n, u in enumerate(plan.units) if u.trainable and plan.placed(n) != "card"]
+    pieces = [piece for unit in travels for piece in unit.pieces]
+    stays = sum(u.parameters for u in plan.units if u.trainable) - sum(u.parameters for u in travels)
     wave, micro_batch = wave_positions(plan, step), max(step.micro_batches, default=0)
     hidden_bytes = plan.hidden * plan.working_bytes
     offloaded = [u.kept_bytes_a_token for u, a in zip(plan.units, plan.activations, strict=True) if a == "offload"]
     kept = sum(u.kept_bytes_a_token for u, a in zip(plan.units, plan.activations, strict=True) if a == "keep")
     input_rows = 2 if plan.inputs == "host" else len(plan.units) - 1
     return {
-        "slots": sum(min(plan.slots, len(k)) * max(u.parameters for u in k) for k in kinds.values()) * plan.working_bytes,
+        "slots": layout.slot_elements() * plan.working_bytes,
         "staging": round(plan.staging * max(pieces, default=0) * max(plan.state_up_bytes, plan.state_down_bytes)),
-        "gradients": sum(_gradients(k) for k in kinds.values()) * GRADIENT_SUM_BYTES,
+        "gradients": layout.gradient_elements() * GRADIENT_SUM_BYTES,
+        "state": round(stays * (plan.state_down_bytes - plan.working_bytes)),
         "inputs": input_rows * wave * hidden_bytes,
         "hidden_gradients": wave * hidden_bytes,
         "kept": kept * wave,
@@ -38,8 +40,9 @@ def card_bytes(plan: StreamPlan, step: StepShape, *, logits_bytes: int = 0, cont
 
 def host_bytes(plan: StreamPlan, step: StepShape) -> dict[str, int]:
     """Bytes in host memory by part, of one worker's step; parameters and state are the box's."""
-    trainable = sum(u.parameters for u in plan.units if u.trainable)
-    frozen = sum(u.parameters for u in plan.units if not u.trainable)
+    units = [u for n, u in enumerate(plan.units) if plan.placed(n) != "card"]
+    trainable = sum(u.parameters for u in units if u.trainable)
+    frozen = sum(u.parameters for u in units if not u.trainable)
     wave = wave_positions(plan, step)
     stored = plan.update == "next_fetch" or plan.waves > 1
     rows = max(0, len(plan.units) - 3) if plan.inputs == "host" else 0
@@ -51,9 +54,3 @@ def host_bytes(plan: StreamPlan, step: StepShape) -> dict[str, int]:
         "inputs": rows * wave * plan.hidden * plan.working_bytes,
         "offload": offloaded * wave,
     }
-
-
-def _gradients(kind: list[UnitShape]) -> int:
-    """Elements of a kind's gradient buffers: as many as `build` deals to its trainable units."""
-    buffers = {place % GRADIENT_BUFFERS for place, unit in enumerate(kind) if unit.trainable}
-    return len(buffers) * max((u.parameters for u in kind if u.trainable), default=0)

@@ -50,6 +50,7 @@ Place = Literal[
     "input",  # (unit, position in wave), or with inputs on the host (unit mod 2, position in wave): a unit's input
     "kept",  # (unit, position in wave) if kept on the card, (buffer,) if offloaded: what backward needs beside the input
     "hidden_gradient",  # (position in wave,): the gradient that goes down through the units
+    "card_state",  # (unit, piece): master and moments of a unit that stays on the card
     "host_parameters",  # (unit, piece): working copy in host memory
     "host_state",  # (unit, piece): master and moments in host memory
     "host_gradient",  # (unit,)
@@ -88,6 +89,10 @@ class Op:
     after: tuple[int, ...] = ()
     reads: tuple[Buffer, ...] = ()
     writes: tuple[Buffer, ...] = ()
+
+
+Placement = Literal["streamed", "parameters", "card"]
+"""Of a unit: everything travels; its parameters stay on the card and its state travels; everything stays on the card."""
 
 
 class UnitShape(Value):
@@ -133,6 +138,12 @@ class StreamPlan(Value):
     """Share of a unit's forward that recomputation repeats (the down projection is not)."""
     offload_buffers: int = Field(default=2, ge=1)
     """Micro-batches whose offloaded activations are on the card at once, on their way out or in."""
+    placement: tuple[Placement, ...] = ()
+    """By unit; empty: all are streamed."""
+
+    def placed(self, unit: int) -> Placement:
+        """Where `unit` lives."""
+        return self.placement[unit] if self.placement else "streamed"
 
     def of_kind(self, unit: int) -> tuple[int, int]:
         """(place of `unit` among the units of its kind, number of these units)."""

@@ -1,13 +1,14 @@
-"""Chooses how a streamed step is laid out: waves, where inputs wait, and what each block does with its activations.
+"""Chooses how a streamed step is laid out: waves, where inputs wait, what each block does with its activations, and which
+units stay on the card altogether.
 
-A candidate is (waves, place of inputs, number of blocks that offload): these blocks are spread evenly, the card's remaining
-memory keeps what saves most arithmetic per byte, and the rest computes again. Candidates are simulated in the order of a bound
-that no timeline beats, until the bound is no better than the best found; then the number of offloading blocks is refined. So
-the answer is never worse than any policy that is the same for all blocks: each is among the candidates.
+A candidate is (waves, place of inputs, number of units that stay, number of blocks that offload): these are spread evenly, the
+card's remaining memory keeps what saves most arithmetic per byte, and the rest computes again. Candidates are simulated in the
+order of a bound that no timeline beats, until the bound is no better than the best found; then the number of offloading blocks
+is refined. So the answer is never worse than any policy that is the same for all blocks: each is among the candidates.
 
-With W choices of waves and B blocks at most 2 W (LADDER + 2) + log2(B) · 2 schedules are built and walked, each in time
-proportional to its ops. Rejected: a linear program (what a transfer costs depends on when it runs) and a choice by totals alone
-(sends fit only beside forward).
+With W choices of waves, P of placement and B blocks at most 2 W P (LADDER + 2) + 2 log2(B) schedules are built and walked,
+each in time proportional to its ops; the bound spares most of them. Rejected: a linear program (what a transfer costs depends
+on when it runs) and a choice by totals alone (sends fit only beside forward).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from muletrain.schedule.memory import card_bytes, host_bytes, wave_positions
-from muletrain.schedule.ops import StepShape, StreamPlan
+from muletrain.schedule.ops import Placement, StepShape, StreamPlan
 from muletrain.schedule.simulate import Rates, Timeline, link_bound_s, simulate_steady
 from muletrain.spec.errors import DoesNotFitError
 from muletrain.spec.value import Value
@@ -52,20 +53,27 @@ class Choice:
     """Schedules that were built and walked."""
 
 
-def choose(base: StreamPlan, step: StepShape, box: Box, *, waves: Iterable[int] | None = None) -> Choice:
-    """The fastest layout of `base` that fits `box`; `waves` limits the numbers of waves tried. The embedding's and the head's
-    activations, slots and staging stay as in `base`. Raises DoesNotFitError with the shortfall if nothing fits."""
+def choose(base: StreamPlan, step: StepShape, box: Box, *, waves: Iterable[int] | None = None, place: bool = False) -> Choice:
+    """The fastest layout of `base` that fits `box`. `waves` limits the numbers of waves tried; `place` lets units stay on the
+    card with their state, otherwise placement is as in `base`. The embedding's and the head's activations, slots and staging
+    stay as in `base`. Raises DoesNotFitError with the shortfall if nothing fits."""
     tried = sorted(set(waves)) if waves is not None else wave_choices(len(step.micro_batches))
-    layouts = [base.model_copy(update={"waves": w, "inputs": i}) for w in tried for i in _INPUTS]
+    layouts = [
+        base.model_copy(update={"waves": w, "inputs": i, "placement": p})
+        for w in tried
+        for i in _INPUTS
+        for p in (_placements(base) if place else [base.placement])
+    ]
     blocks = len(base.units) - 2
     counts = sorted({round(blocks * rung / LADDER) for rung in range(LADDER + 1)})
     candidates = {plan for layout in layouts for plan in _policies(layout, step, box, counts)}
     fitting = [plan for plan in candidates if _fits(plan, step, box)]
     if not fitting:
         raise DoesNotFitError(_shortfall([_with(layout, {}) for layout in layouts], step, box))
-    search = _Search(step, box)
-    for bound, plan in sorted(((least_s(p, step, box.rates), p) for p in fitting), key=lambda pair: (pair[0], pair[1].waves)):
-        if search.best is not None and bound >= search.best[1].step_s:
+    bounds = sorted(((least_s(p, step, box.rates), p) for p in fitting), key=lambda pair: (pair[0], pair[1].waves))
+    search = _Search(bounds[0][1], step, box)
+    for bound, plan in bounds[1:]:
+        if bound >= search.best[1].step_s:
             break
         search.try_plan(plan)
     best = search.refined()
@@ -85,38 +93,59 @@ def wave_choices(micro_batches: int) -> list[int]:
 
 
 def least_s(plan: StreamPlan, step: StepShape, rates: Rates) -> float:
-    """Seconds that no timeline of the plan beats: its arithmetic, or its state and activations over the link."""
+    """Seconds that no timeline of the plan beats, the greatest of three: its arithmetic; its state and activations over the
+    link; with updates at the next fetch, all state first and then what must wait for it, which is all but one forward."""
     tokens = sum(step.micro_batches)
-    pending = plan.update == "next_fetch"
-    flops = up = down = 0.0
-    for u, (unit, policy) in enumerate(zip(plan.units, plan.activations, strict=True)):
-        head, first = u == len(plan.units) - 1, u == 0
-        if first and not unit.trainable:
-            times = 1.0
-        else:
-            times = (3 if unit.trainable else 2) + (plan.recompute_factor if policy == "recompute" and not head else 0.0)
+    next_fetch = plan.update == "next_fetch"
+    flops = up = down = state_up = state_down = forward = 0.0
+    for u, unit in enumerate(plan.units):
+        times = _forwards(plan, u)
         flops += times * unit.forward_flops_a_token * tokens
-        if unit.trainable:
-            up += unit.parameters * (plan.state_up_bytes - (0 if pending else plan.gradient_bytes))
-            down += unit.parameters * (plan.state_down_bytes + (plan.gradient_bytes if pending else 0))
-        moved = 0
-        if policy == "offload" and not head and (unit.trainable or not first):
-            moved += unit.kept_bytes_a_token
-        if plan.inputs == "host" and 0 < u < len(plan.units) - 2:
-            moved += plan.hidden * plan.working_bytes
-        up += moved * tokens
-        down += moved * tokens
-    # Rounding of pieces to whole bytes is far below a part in a million.
-    return (1 - 1e-6) * max(flops / rates.compute_flops, link_bound_s(up / rates.up_bytes_s, down / rates.down_bytes_s, rates))
+        forward += unit.forward_flops_a_token * wave_positions(plan, step)
+        moved = _sent_a_token(plan, u) * tokens
+        up += moved
+        down += moved
+        if unit.trainable and plan.placed(u) != "card":
+            state_up += unit.parameters * (plan.state_up_bytes - (0 if next_fetch else plan.gradient_bytes))
+            state_down += unit.parameters * plan.state_down_bytes
+            down += unit.parameters * (plan.gradient_bytes if next_fetch else 0)
+    link = link_bound_s((up + state_up) / rates.up_bytes_s, (down + state_down) / rates.down_bytes_s, rates)
+    least = max(flops / rates.compute_flops, link)
+    if next_fetch and step.mode == "train":
+        # A piece is fetched when the one that had its staging buffer is published.
+        unpublished = plan.staging * max(piece for unit in plan.units for piece in unit.pieces) * plan.state_down_bytes
+        published = max(0.0, state_down - unpublished)
+        first = link_bound_s(state_up / rates.up_bytes_s, published / rates.down_bytes_s, rates)
+        least = max(least, first + (flops - forward) / rates.compute_flops)
+    return (1 - 1e-6) * least  # rounding of pieces to whole bytes is far below a part in a million
+
+
+def _forwards(plan: StreamPlan, unit: int) -> float:
+    """Arithmetic of a unit in a step over that of its forward."""
+    trainable = plan.units[unit].trainable
+    if unit == 0 and not trainable:
+        return 1.0
+    again = plan.activations[unit] == "recompute" and unit < len(plan.units) - 1
+    return (3.0 if trainable else 2.0) + (plan.recompute_factor if again else 0.0)
+
+
+def _sent_a_token(plan: StreamPlan, unit: int) -> int:
+    """Bytes of a unit that go to the host and come back."""
+    size = 0
+    if plan.activations[unit] == "offload" and unit < len(plan.units) - 1 and (unit > 0 or plan.units[0].trainable):
+        size += plan.units[unit].kept_bytes_a_token
+    if plan.inputs == "host" and 0 < unit < len(plan.units) - 2:
+        size += plan.hidden * plan.working_bytes
+    return size
 
 
 class _Search:
-    """The best plan so far."""
+    """The best plan so far, at first `plan`."""
 
-    def __init__(self, step: StepShape, box: Box) -> None:
+    def __init__(self, plan: StreamPlan, step: StepShape, box: Box) -> None:
         self._step, self._box = step, box
-        self._seen: set[StreamPlan] = set()
-        self.best: tuple[StreamPlan, Timeline] | None = None
+        self._seen = {plan}
+        self.best = (plan, simulate_steady(plan, step, box.rates))
 
     @property
     def simulated(self) -> int:
@@ -129,15 +158,13 @@ class _Search:
             return False
         self._seen.add(plan)
         timeline = simulate_steady(plan, self._step, self._box.rates)
-        if self.best is not None and timeline.step_s >= self.best[1].step_s:
+        if timeline.step_s >= self.best[1].step_s:
             return False
         self.best = (plan, timeline)
         return True
 
     def refined(self) -> tuple[StreamPlan, Timeline]:
         """The best after halving steps in the number of offloading blocks."""
-        if self.best is None:
-            raise ValueError("nothing was tried")
         stride = max(1, (len(self.best[0].units) - 2) // LADDER)
         while stride > 1:
             stride //= 2
@@ -155,8 +182,23 @@ def _policies(layout: StreamPlan, step: StepShape, box: Box, counts: Iterable[in
     yield _with(layout, {})
     blocks = len(layout.units) - 2
     for count in counts:
-        offloading: dict[int, Policy] = {1 + (2 * k + 1) * blocks // (2 * count): "offload" for k in range(count)}
+        offloading: dict[int, Policy] = dict.fromkeys(_spread(blocks, count), "offload")
         yield _filled(layout, offloading, step, box)
+
+
+def _placements(base: StreamPlan) -> list[tuple[Placement, ...]]:
+    """Nothing on the card; the embedding, whose update nothing hides; the head too; then blocks, evenly spread."""
+    units, blocks = len(base.units), len(base.units) - 2
+    placements: list[tuple[Placement, ...]] = [()]
+    counts = sorted({round(blocks * rung / LADDER) for rung in range(LADDER + 1)} | set(range(min(4, blocks + 1))))
+    for staying in ({0}, *({0, units - 1, *_spread(blocks, count)} for count in counts)):
+        placements.append(tuple("card" if u in staying else "streamed" for u in range(units)))
+    return placements
+
+
+def _spread(blocks: int, count: int) -> list[int]:
+    """`count` of the units 1 … `blocks`, evenly spaced."""
+    return [1 + (2 * k + 1) * blocks // (2 * count) for k in range(count)]
 
 
 Policy = Literal["recompute", "keep", "offload"]
