@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import signal
@@ -238,6 +239,23 @@ def test_C02_too_little_space_is_said_at_the_start(tmp_path, shared, monkeypatch
     monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     assert _quiet(shared, tmp_path, "train.steps=1", "parallel.workers=1") == EXIT_DONE
     assert "warning: checkpoints need" in capsys.readouterr().err
+
+
+def test_C02_a_disk_with_no_room_for_the_plan_is_a_users_error(tmp_path, shared, monkeypatch):
+    from muletrain.launch import run_folder
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run_folder, "write_atomically", full)
+    with pytest.raises(InputError, match=r"run_dir: .* cannot be written \(No space left on device\); choose a folder"):
+        _quiet(shared, tmp_path)
+
+
+def test_a_tokenizer_with_more_words_than_the_model_is_refused_before_training(tmp_path, shared):
+    with pytest.raises(InputError, match=r"gives ids up to \d+, and .* has 64 words; use the model's own .*vocab_size=380"):
+        _quiet(shared, tmp_path, "model.overrides.vocab_size=64")
+    assert not (tmp_path / "events.jsonl").exists()
 
 
 def test_torchrun_decides_the_number_of_workers(shared):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from tokenizers import Tokenizer
 
 from muletrain.data import dataset, read, units
 from muletrain.data import prepare as prepare_module
@@ -117,6 +120,42 @@ def test_R01_moved_files_are_the_same_content(tmp_path: Path, plan: Plans) -> No
     assert moved.content == before.content and moved.fingerprint != before.fingerprint
     (tmp_path / "there" / "a.jsonl").rename(tmp_path / "there" / "z.jsonl")
     assert prepare(plan(tmp_path / "there")).manifest.content != before.content, "documents come in another order"
+
+
+def test_C08_a_cache_that_cannot_be_written_is_named(tmp_path: Path, plan: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_rows(tmp_path / "a.jsonl", [{"text": "aaaa"}])
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"data.cache_dir: the data set cannot be written to .*file/datasets: Not a directory"):
+        prepare(plan(source, cache_dir=str(tmp_path / "file")))
+    with pytest.raises(InputError, match=r"--out: the data set cannot be written to /proc/gone"):
+        prepare(plan(source), out=Path("/proc/gone/data"))
+
+    def full(unit: units.Unit) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", "shard")
+
+    monkeypatch.setattr(prepare_module, "tokenize_unit", full)
+    with pytest.raises(InputError, match=r"No space left on device \(shard\); choose a folder .*; what is done is kept"):
+        prepare(plan(source))
+
+
+def test_the_largest_id_is_known_and_padding_is_within_it(tmp_path: Path, plan: Plans, tokenizer: TextTokenizer) -> None:
+    source = write_rows(tmp_path / "a.jsonl", [{"text": text_of(i, 9)} for i in range(9)])
+    prepared = prepare(plan(source, validation_fraction=0.5))
+    ids = [int(prepared.documents(split).document(n).max())
+           for split in dataset.SPLITS for n in range(prepared.manifest.split(split).documents)]  # fmt: skip
+    assert prepared.manifest.largest_id == max(ids) < prepared.manifest.vocabulary
+    dataset.require_vocabulary(prepared, max(ids) + 1, "m")
+    with pytest.raises(InputError, match=rf"gives ids up to {max(ids)}, and m has {max(ids)} words"):
+        dataset.require_vocabulary(prepared, max(ids), "m")
+    folder = tmp_path / "padded"
+    shutil.copytree(tokenizer.source, folder)
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.add_special_tokens(["<pad>"])  # behind the vocabulary, as users do; the model has no row for it
+    backend.save(str(folder / "tokenizer.json"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"pad_token": "<pad>"}))
+    padded = prepare(plan(source, tokenizer=str(folder))).manifest
+    assert padded.vocabulary == tokenizer.vocabulary + 1 and padded.pad == padded.eos
 
 
 def test_bytes_that_are_no_text_are_told(tmp_path: Path, plan: Plans) -> None:

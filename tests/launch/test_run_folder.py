@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from muletrain.launch.run_folder import locked, space_warning, write_atomically
+from muletrain.launch.run_folder import locked, prepare_run_folder, space_warning, write_atomically
 from muletrain.spec.errors import InputError
 from tests.train.tiny import make_plan
 
@@ -60,3 +60,19 @@ def test_space_is_counted_for_all_kept_checkpoints_and_the_one_being_written(mat
         monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
         warning = space_warning(tmp_path, plan)
         assert warning is None if expected is None else expected in warning
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda run: (run / "checkpoints").write_text("x"), "checkpoints is no folder, and a run writes its own there"),
+        (lambda run: (run / "checkpoints").symlink_to(run / "gone"), "checkpoints is no folder"),
+        (lambda run: (run / "events.jsonl").mkdir(), "events.jsonl is a folder, and a run writes its own there; move it away"),
+        (lambda run: (run / "record.json").mkdir(), "record.json is a folder"),
+        (lambda run: (run / "plan.json").mkdir(), "plan.json is a folder"),
+    ],
+)
+def test_C08_what_is_in_the_way_is_found_before_training(tmp_path, make, words):
+    make(tmp_path)
+    with pytest.raises(InputError, match=words):
+        prepare_run_folder(tmp_path, "auto")

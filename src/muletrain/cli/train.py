@@ -161,12 +161,14 @@ def _show(plan: Plan) -> None:
 def _prepare(plan: Plan, *, quiet: bool) -> Prepared:
     """The data set and its rows, made or found, and what it holds: before any worker waits for another."""
     from muletrain.cli.data import shown_progress
+    from muletrain.data.dataset import require_vocabulary
     from muletrain.data.pack import row_table
     from muletrain.data.prepare import prepare
     from muletrain.data.report import report_lines
 
     with shown_progress(quiet=quiet) as progress:
         prepared = prepare(plan.data, progress=progress)
+    require_vocabulary(prepared, plan.model.shape.vocab, plan.model.shape.name)
     row_table(prepared, "train", plan.data.sequence_length, plan.data.packing, plan.train.seed)
     if not quiet:
         for line in report_lines(prepared, plan.data.sequence_length, plan.data.packing):

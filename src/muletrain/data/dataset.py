@@ -26,7 +26,7 @@ from muletrain.spec.errors import InputError
 from muletrain.spec.value import Value
 
 MANIFEST = "dataset.json"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 REJECTED_LISTED = 1000
 SplitName = Literal["train", "validation"]
 SPLITS: tuple[SplitName, ...] = ("train", "validation")
@@ -76,9 +76,12 @@ class Manifest(Value):
     vocabulary: int
     vocabulary_used: int
     """Different ids that occur in the train split."""
+    largest_id: int
+    """Of all documents: what the model's embedding must hold."""
     eos: int
     pad: int
-    """What padding is filled with: the tokenizer's pad token, or eos. Never trained on, whichever it is."""
+    """What padding is filled with: the tokenizer's pad token, or eos where there is none or it is above largest_id (added
+    behind the vocabulary, so that a model may have no row for it). Never trained on, whichever it is."""
     document_limit_bytes: int
     files: int
     binary_files: int
@@ -149,6 +152,16 @@ class Documents:
         """All ids of a document, bos and eos included."""
         start, end = self.offsets[number : number + 2]
         return self.tokens(int(start), int(end - start))
+
+
+def require_vocabulary(prepared: Prepared, vocabulary: int, model: str) -> None:
+    """Raises InputError where `model`, with an embedding of `vocabulary` rows, cannot take the data set's ids."""
+    manifest = prepared.manifest
+    if manifest.largest_id >= vocabulary:
+        raise InputError(
+            f"data.tokenizer: {manifest.tokenizer} gives ids up to {manifest.largest_id}, and {model} has {vocabulary} words; "
+            f"use the model's own tokenizer, or with random weights model.overrides.vocab_size={manifest.vocabulary} or more"
+        )
 
 
 def is_prepared(folder: Path) -> bool:

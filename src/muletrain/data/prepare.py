@@ -83,8 +83,7 @@ def _made(data: DataPlan, tokenizer: TextTokenizer, out: Path | None, progress: 
     files = _hashed(data, progress)
     fingerprint = _fingerprint(files, tokenizer, data)
     target = out if out is not None else Path(data.cache_dir).expanduser() / "datasets" / fingerprint
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(target, progress):
+    with _writing(target, "data.cache_dir" if out is None else "--out"), _locked(target, progress):
         if is_prepared(target):
             prepared = open_prepared(target)
             if prepared.manifest.fingerprint == fingerprint:
@@ -133,6 +132,20 @@ def _fingerprint(files: Sequence[SourceFile], tokenizer: TextTokenizer, data: Da
 
 
 @contextmanager
+def _writing(target: Path, key: str) -> Iterator[None]:
+    """Makes the folder that `target` is to lie in. What the system refuses there is an InputError naming the key."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        raise InputError(
+            f"{key}: the data set cannot be written to {target.parent}: {error.strerror or error}{where}; choose a folder that "
+            "you may write to, with space left; what is done is kept"
+        ) from None
+
+
+@contextmanager
 def _locked(target: Path, progress: Progress) -> Iterator[None]:
     """Holds the target's lock; the system frees it when the holder dies."""
     with open(target.with_name(f".{target.name}.lock"), "wb") as stream:
@@ -167,6 +180,7 @@ def _assemble(
         reports.append(UnitReport.load(unit.report))
         with np.load(unit.arrays) as arrays:
             used |= np.unpackbits(arrays["used"], count=tokenizer.vocabulary).astype(np.bool_)
+    largest = max(report.largest_id for report in reports)
     return Manifest(
         fingerprint=fingerprint,
         content=_fingerprint(files, tokenizer, data, named=False),
@@ -177,8 +191,9 @@ def _assemble(
         token_bytes=2 if tokenizer.dtype.itemsize == 2 else 4,
         vocabulary=tokenizer.vocabulary,
         vocabulary_used=int(used.sum()),
+        largest_id=largest,
         eos=tokenizer.eos,
-        pad=tokenizer.pad,
+        pad=tokenizer.pad if tokenizer.pad <= largest else tokenizer.eos,
         document_limit_bytes=read.DOCUMENT_LIMIT_BYTES,
         files=len(files),
         binary_files=sum(file.form == "binary" for file in files),

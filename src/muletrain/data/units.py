@@ -83,6 +83,7 @@ class UnitReport(Value):
     empty: int
     too_short: int
     cut: int
+    largest_id: int
 
 
 def pieces_of(files: Sequence[SourceFile], piece_bytes: int) -> Iterator[Piece]:
@@ -131,7 +132,7 @@ def tokenize_unit(unit: Unit) -> int:
     writers = {split: _SplitWriter(unit.shard(split), tokenizer.dtype) for split in SPLITS}
     used = np.zeros(tokenizer.vocabulary, dtype=np.bool_)
     bad: list[BadRow] = []
-    lines, rows, rejected, empty, too_short, cut = [], 0, 0, 0, 0, 0
+    lines, rows, rejected, empty, too_short, cut, largest = [], 0, 0, 0, 0, 0, 0
     for number, piece in enumerate(unit.pieces):
         reader = PieceReader(piece, unit.text_key)
         for item in reader:
@@ -148,6 +149,7 @@ def tokenize_unit(unit: Unit) -> int:
             if len(ids) < 2:
                 too_short += 1
                 continue
+            largest = max(largest, int(ids.max()))
             split = _split(item, unit.validation_fraction)
             writers[split].add(ids, len(item.text_utf8))
             if split == "train":
@@ -156,7 +158,7 @@ def tokenize_unit(unit: Unit) -> int:
         lines.append(reader.lines)
     arrays = {split: writer.finish() for split, writer in writers.items()}
     _write_arrays(unit.arrays, arrays | {"used": np.packbits(used)})
-    counts = {"rows": rows, "rejected": rejected, "empty": empty, "too_short": too_short, "cut": cut}
+    counts = {"rows": rows, "rejected": rejected, "empty": empty, "too_short": too_short, "cut": cut, "largest_id": largest}
     publish_text(unit.report, UnitReport(lines=tuple(lines), rejected_rows=tuple(bad), **counts).to_json())
     return unit.number
 

@@ -24,6 +24,7 @@ from muletrain.spec.recipe import RunConfig
 from muletrain.spec.units import format_bytes
 
 REQUEST, MACHINE, PLAN, CHECKPOINTS = "request.yaml", "machine.json", "plan.json", "checkpoints"
+_FILES = (REQUEST, MACHINE, PLAN, "events.jsonl", "record.json")
 _DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -51,12 +52,24 @@ def _problem_with(path: Path) -> str | None:
             return f"{place} is a symbolic link to nothing; make its target, {place.readlink()}, or choose another folder"
     try:
         path.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path, prefix=".write-test-") as file:
-            file.write(b"x")
-            file.flush()
+        for folder in (path, path / CHECKPOINTS):
+            if folder.is_dir():
+                with tempfile.NamedTemporaryFile(dir=folder, prefix=".write-test-") as file:
+                    file.write(b"x")
+                    file.flush()
     except OSError as error:
-        return f"{path} cannot be written ({error.strerror}); choose a folder that you may write to, with space left"
+        return _unwritable(path, error)
+    in_the_way = [name for name in _FILES if (path / name).is_dir()]
+    if (path / CHECKPOINTS).is_symlink() or (path / CHECKPOINTS).exists():
+        in_the_way += [] if (path / CHECKPOINTS).is_dir() else [CHECKPOINTS]
+    if in_the_way:
+        kind = "no folder" if in_the_way == [CHECKPOINTS] else "a folder"
+        return f"{path / in_the_way[0]} is {kind}, and a run writes its own there; move it away, or choose another folder"
     return None
+
+
+def _unwritable(path: Path, error: OSError) -> str:
+    return f"{path} cannot be written ({error.strerror}); choose a folder that you may write to, with space left"
 
 
 def space_warning(path: Path, plan: Plan) -> str | None:
@@ -112,7 +125,10 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def write_inputs(folder: Path, request: RunConfig, machine: Machine, plan: Plan) -> None:
-    """request.yaml, machine.json and plan.json: any stage can be run again from them."""
-    write_atomically(folder / REQUEST, dump_recipe(request))
-    write_atomically(folder / MACHINE, machine.to_json())
-    write_atomically(folder / PLAN, plan.to_json())
+    """request.yaml, machine.json and plan.json: any stage can be run again from them. Raises InputError."""
+    try:
+        write_atomically(folder / REQUEST, dump_recipe(request))
+        write_atomically(folder / MACHINE, machine.to_json())
+        write_atomically(folder / PLAN, plan.to_json())
+    except OSError as error:
+        raise InputError(f"run_dir: {_unwritable(folder, error)}") from None
