@@ -61,6 +61,22 @@ def test_O07_a_log_that_cannot_be_written_does_not_end_the_run(tmp_path):
     assert len(notices) == 1 and "No space left" in notices[0]
 
 
+def test_O07_a_log_that_cannot_be_opened_does_not_end_the_run(tmp_path):
+    notices: list[str] = []
+    (tmp_path / "events.jsonl").mkdir()
+    sink = EventSink(tmp_path / "events.jsonl", notices.append)
+    sink.write(WarningEvent(step=1, message="a"))
+    sink.close()
+    assert notices == [f"{tmp_path / 'events.jsonl'} cannot be written (Is a directory); training goes on without its log"]
+
+
+def test_a_line_separator_inside_a_message_cuts_no_event(tmp_path):
+    sink = EventSink(tmp_path / "events.jsonl", print)
+    sink.write(WarningEvent(step=1, message="a\u2028b"))
+    sink.close()
+    assert [event["message"] for event in read_events(tmp_path / "events.jsonl")] == ["a\u2028b"]
+
+
 def test_peak_memory_of_a_process_sees_an_allocation():
     before = peak_memory_bytes("cpu")
     block = bytearray(64 * 2**20)

@@ -95,9 +95,12 @@ class Record(HookBase):
             strategy=run.plan.memory.strategy,
             device=device_name(run.plan.parallel.device),
         )
-        temporary = self._path.with_suffix(".partial")
-        temporary.write_text(record.to_json(), encoding="utf-8")
-        temporary.replace(self._path)
+        try:
+            temporary = self._path.with_suffix(".partial")
+            temporary.write_text(record.to_json(), encoding="utf-8")
+            temporary.replace(self._path)
+        except OSError as error:  # the model is saved by now: a full disk must not make a failure of it
+            self._log.warn(run.progress.update, f"{self._path} cannot be written ({error.strerror})")
 
     def _communication(self, run: Run) -> tuple[float | None, float | None]:
         if run.workers == 1:
