@@ -121,6 +121,25 @@ def test_a_source_that_is_nowhere_is_named(source: str, tmp_path: Path) -> None:
         open_weights(plan.model_copy(update={"source": source}), model, 0)
 
 
+@pytest.mark.parametrize("size", [0, 4, 5000])
+def test_a_file_cut_short_is_named(size: int, tmp_path: Path) -> None:
+    file = tiny_llama(tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    plan = model_plan(tmp_path)
+    model = build_on_meta(plan, dtype=torch.float32, loss_chunk=8)
+    with pytest.raises(InputError, match=r"model.safetensors: not a whole safetensors file \(.*\); fetch or copy it again"):
+        open_weights(plan, model, 0)
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]"])
+def test_a_damaged_index_is_named(text: str, tmp_path: Path) -> None:
+    plan = model_plan(tiny_llama(tmp_path))
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    model = build_on_meta(plan, dtype=torch.float32, loss_chunk=8)
+    with pytest.raises(InputError, match=r"index.json: not an index of shards .*; fetch or copy it again"):
+        open_weights(plan, model, 0)
+
+
 def test_lost_shard_is_named(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path)
     index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -137,7 +137,7 @@ class PretrainedWeights:
 
     def _open(self, path: Path) -> Any:
         if path not in self._files:
-            self._files[path] = safe_open(path, framework="pt", device="cpu")
+            self._files[path] = _opened(path)
         return self._files[path]
 
 
@@ -151,7 +151,7 @@ def locate_tensors(source: str) -> Mapping[str, Path]:
     """Tensor name -> its file, for a folder or hub name. Raises InputError where there are no safetensors."""
     index = _fetch(source, INDEX)
     if index is not None:
-        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = _weight_map(index)
         shards = {shard: _fetch(source, shard) for shard in sorted(set(weight_map.values()))}
         absent = [shard for shard, path in shards.items() if path is None]
         if absent:
@@ -163,8 +163,23 @@ def locate_tensors(source: str) -> Mapping[str, Path]:
             f"model.source: {source} has no {SINGLE} (or {INDEX}); other weight formats are not read, convert it first, "
             "or say model.weights=random"
         )
-    with safe_open(single, framework="pt", device="cpu") as file:
+    with _opened(single) as file:
         return dict.fromkeys(file.keys(), single)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{index}: not an index of shards ({type(error).__name__}: {error}); fetch or copy it again") from None
+    return weight_map
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path}: not a whole safetensors file ({error}); fetch or copy it again") from None
 
 
 def _fetch(source: str, filename: str) -> Path | None:
