@@ -9,7 +9,8 @@ import pytest
 
 from muletrain.schedule.build import build, waves_of
 from muletrain.schedule.ops import Schedule, ScheduleError, StepShape, StreamPlan
-from tests.schedule.plans import lines, plan, random_case, seven_billion, step, unit
+from muletrain.schedule.simulate import simulate
+from tests.schedule.plans import BIG_RATES, lines, plan, random_case, seven_billion, step, unit
 
 
 def numbered(text: str) -> list[str]:
@@ -20,7 +21,8 @@ def numbered(text: str) -> list[str]:
 
 
 def test_training_step_of_two_blocks_and_two_micro_batches() -> None:
-    """Both blocks stay in their slots, so nothing is fetched twice; staging has two buffers, so the third piece waits."""
+    """Both blocks stay in their slots, so nothing is fetched twice; staging has two buffers, so the third piece waits;
+    the head's publish stands behind the forward three units earlier."""
     assert lines(build(plan(), step(8, 8, pending=True))) == numbered("""
          0 fetch_state u0 p0
          1 update u0 p0 <0
@@ -33,9 +35,9 @@ def test_training_step_of_two_blocks_and_two_micro_batches() -> None:
          8 publish u2 p0 <7
          9 fetch_state u3 p0 <5
         10 update u3 p0 <9
-        11 publish u3 p0 <10
-        12 forward u0 m0 <1
-        13 forward u0 m1
+        11 forward u0 m0 <1
+        12 forward u0 m1
+        13 publish u3 p0 <10
         14 forward u1 m0 <4
         15 forward u1 m1
         16 forward u2 m0 <7
@@ -244,6 +246,16 @@ def test_fetches_run_ahead_as_far_as_slots_allow() -> None:
         place = {(op.kind, op.unit): op.id for op in reversed(ops)}  # the first of each
         for u in range(1 + slots, 9):
             assert place["forward", u - slots] < place["fetch", u] < place["forward", u - slots + 1]
+
+
+def test_more_slots_never_cost_time() -> None:
+    """Updates of units far ahead do not stand before the sends that forward needs next."""
+    shape = StepShape(micro_batches=(8192,) * 8, sequence_length=4096, pending=True, mode="train")
+    fast = BIG_RATES.model_copy(
+        update={"compute_flops": 600e12, "up_bytes_s": 55e9, "down_bytes_s": 55e9, "both_bytes_s": 101e9}
+    )
+    times = [simulate(build(seven_billion(slots=slots), shape), fast).step_s for slots in (1, 2, 3, 4)]
+    assert times == sorted(times, reverse=True)
 
 
 def test_json_round_trip() -> None:

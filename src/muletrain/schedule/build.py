@@ -16,6 +16,8 @@ from muletrain.schedule.program import Program
 
 GRADIENT_SUM_BYTES: Final = 4
 """Gradients are summed over micro-batches in fp32."""
+_AHEAD: Final = 3
+"""Units by which updates run ahead of forward at most: publishes issued earlier would stand before sends that forward needs."""
 _SUMS: Final = Buffer("sums", ())
 
 
@@ -83,6 +85,7 @@ class _Builder:
         self._known: dict[Buffer, Buffer] = {}
         self._staged = self._offloaded = 0
         self._last_load = self._last_update = -1
+        self._last_forward: dict[int, int] = {}
         self._pending = {u for u, shape in enumerate(plan.units) if shape.trainable and step.pending}
 
     # --- the three modes -------------------------------------------------------------------------------------------
@@ -148,7 +151,7 @@ class _Builder:
         kept = self._kept(unit, wave, m) if self._training else None
         if kept:
             writes = (*writes, kept)
-        self._add(
+        self._last_forward[unit] = self._add(
             "forward", "compute", reads, writes, unit=unit, wave=wave, micro_batch=m, flops=shape.forward_flops_a_token * tokens
         )
         self._input_holder[writes[0]] = (unit + 1, m)
@@ -260,6 +263,7 @@ class _Builder:
             self._add(
                 "publish", "down", (staging, slot), (state, Buffer("host_parameters", (unit, piece))),
                 unit=unit, wave=wave, piece=piece, size_bytes=round(elements * plan.state_down_bytes),
+                behind=self._last_forward.get(unit - _AHEAD, -1),
             )  # fmt: skip
 
     def _update_on_card(self, unit: int, wave: int) -> None:
