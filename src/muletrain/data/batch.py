@@ -21,7 +21,7 @@ class MicroBatch:
 
     Shapes: input_ids, labels, position_ids [B, S] int64; cu_seqlens [K + 1] int32 over the flattened B x S positions, padding
     being segments of its own, its tail repeated to a bucketed length so that compiled code sees few shapes; an empty tensor
-    means that every row is one segment (plain causal attention is right).
+    means that every row is one segment (plain causal attention is right). max_seqlen: an upper bound of segment lengths.
     """
 
     index: int

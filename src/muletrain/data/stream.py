@@ -143,10 +143,14 @@ class _RowReader:
 
 
 def _bounds(bounds: list[int], size: int, length: int) -> tuple[torch.Tensor, int]:
-    """(cu_seqlens, max_seqlen) of segment ends in the flattened batch; empty where every row is one full segment."""
+    """(cu_seqlens, max_seqlen) of segment ends in the flattened batch; empty where every row is one full segment.
+
+    max_seqlen is the row's length whatever the segments: an upper bound is all that attention needs, and a number that changed
+    from batch to batch would have every block compiled anew.
+    """
     if bounds == [number * length for number in range(size + 1)]:
         return torch.empty(0, dtype=torch.int32), length
     count = max(_FEWEST_BOUNDS, 1 << (len(bounds) - 1).bit_length())
     padded = torch.full((count,), bounds[-1], dtype=torch.int32)
     padded[: len(bounds)] = torch.tensor(bounds, dtype=torch.int32)
-    return padded, int(np.diff(bounds).max())
+    return padded, length

@@ -73,7 +73,8 @@ def _session(plan: Plan, place: WorkerPlace, session: Session, device: torch.dev
         return EXIT_DONE
     if plan.train.compile:
         log.console.say("dry batch: compiling, which takes a while and counts in no speed")
-    parts.strategy.warm_up(parts.stream.longest())
+    for batch in (parts.stream.longest(), *parts.stream.window(progress.window, place.rank, place.workers)[:1]):
+        parts.strategy.warm_up(batch)  # the largest shape, and one with segments: what compiles, compiles here
     hooks = build_hooks(run, parts, session, log)
     with run.stop.listening():
         outcome = train(run, hooks)
