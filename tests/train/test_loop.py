@@ -23,7 +23,7 @@ class Stream:
     windows_per_epoch = WINDOWS
 
     def window(self, window: int, worker: int, workers: int) -> list[Any]:
-        return [SimpleNamespace(padding_tokens=3, sample_ids=(window * 10, window * 10 + 1))]
+        return [SimpleNamespace(index=0, padding_tokens=3, sample_ids=(window * 10, window * 10 + 1))]
 
 
 class Told:

@@ -78,3 +78,12 @@ def test_O14_what_five_workers_saved_goes_on_on_three(reference, materials, tmp_
     assert run(materials, reference.plan("Q", tmp_path, workers=3, strategy="zero2")) == EXIT_DONE
     expected = [event["loss"] for event in steps_of(reference.run_dir("Q"))]
     assert [event["loss"] for event in steps_of(tmp_path)] == pytest.approx(expected, rel=1e-5)
+
+
+def test_O14_S04_padding_is_that_of_the_data_on_any_number_of_workers(reference, materials, tmp_path):
+    counts = []
+    for workers in (1, 3, 5):
+        folder = tmp_path / str(workers)
+        assert run(materials, reference.plan("L", folder, workers=workers, packing="none")) == EXIT_DONE
+        counts.append([(event["tokens"], event["padding_tokens"]) for event in steps_of(folder)])
+    assert counts[0] == counts[1] == counts[2] and all(padding > 0 for _, padding in counts[0])

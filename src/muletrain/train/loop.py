@@ -143,7 +143,8 @@ def _step(run: Run, meter: CommunicationMeter) -> Step:
         result = run.strategy.step(batches, StepContext(progress.update, progress.window, rate))
     except NonFiniteError as error:
         raise WorkerFailedError(_not_finite(run, batches, error)) from error
-    shared = exchange(run.stop.raised, sum(b.padding_tokens for b in batches), run.strategy.peak_memory_bytes(), meter)
+    padding = sum(batch.padding_tokens for batch in batches if batch.index >= 0)  # fillers are no data
+    shared = exchange(run.stop.raised, padding, run.strategy.peak_memory_bytes(), meter)
     seconds, compile_s = time.perf_counter() - start, compile_seconds() - compiled
     _count(run, result)
     step = Step(result, shared, rate, seconds, compile_s, _parts(result, data_s, meter.take(), compile_s, seconds))
