@@ -90,6 +90,12 @@ def test_D02_array_larger_than_the_buffer(tmp_path: Path, monkeypatch: pytest.Mo
         assert (texts, bad) == ([row["text"] for row in rows], [])
 
 
+def test_D02_a_fault_that_hides_the_rest_is_named_once(tmp_path: Path) -> None:
+    texts, bad, _ = read_bytes(tmp_path, b'[{"text": "a"}, {"text": "b" oops}, {"text": "c"}]')
+    assert texts == ["a"]
+    assert len(bad) == 1 and bad[0].why.endswith("nothing behind it could be read")
+
+
 def test_D02_faults_in_an_array_are_named_and_passed(tmp_path: Path) -> None:
     raw = b'[\n{"text": "a"},\nnull,\n{"text": "x"\n,{"text": "b"},\n{"text": "\xe9"},\n{"text": "c"}\n{"text": "d"},\n'
     texts, bad, _ = read_bytes(tmp_path, raw)

@@ -239,6 +239,7 @@ class _JsonValues:
         self._text = ""
         self._at = 0
         self._done = False
+        self._lost = False
 
     def __iter__(self) -> Iterator[tuple[int, Any, Bad | None]]:
         self._more(_CHUNK_BYTES)
@@ -250,7 +251,8 @@ class _JsonValues:
         while self._peek() not in ("", "]" if array else ""):
             yield from self._one(array)
         if array and not self._peek():
-            yield self.line, None, Bad(self.line, "the JSON array is not closed: the file is cut short")
+            if not self._lost:  # else the end was passed over, and that has been said
+                yield self.line, None, Bad(self.line, "the JSON array is not closed: the file is cut short")
         elif array:
             self._move(self._at + 1)
             if self._peek():
@@ -311,6 +313,7 @@ class _JsonValues:
                 return Bad(line, why)
             if self._done:
                 self._move(len(self._text))
+                self._lost = True
                 return Bad(line, f"{why}; nothing behind it could be read")
             self._move(max(self._at, len(self._text) - 64))
             self._more(_CHUNK_BYTES)
