@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -256,6 +257,31 @@ def test_a_tokenizer_with_more_words_than_the_model_is_refused_before_training(t
     with pytest.raises(InputError, match=r"gives ids up to \d+, and .* has 64 words; use the model's own .*vocab_size=380"):
         _quiet(shared, tmp_path, "model.overrides.vocab_size=64")
     assert not (tmp_path / "events.jsonl").exists()
+
+
+def test_O16_a_broken_driver_stops_no_run_on_the_cpu(tmp_path, shared, monkeypatch):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho NVIDIA-SMI has failed; exit 9\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    plan, _ = _decide(load_recipe(shared, ["parallel.device=cpu"]), None)
+    assert plan.parallel.device == "cpu"
+    with pytest.raises(
+        InputError, match=r"the NVIDIA driver is not working: .*; to train on the CPU, set parallel.device: cpu"
+    ):
+        _decide(load_recipe(shared, ["parallel.device=auto"]), None)
+
+
+def test_O16_a_gpu_and_a_wheel_without_cuda_is_told_before_anything_else(tmp_path, shared, monkeypatch):
+    import torch
+
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 0, GPU-aa, NVIDIA GeForce RTX 4090, 24564, 8.9, 580.65.06\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(InputError, match=r"RTX 4090 is here, but the installed PyTorch .* is a build without CUDA"):
+        _quiet(shared, tmp_path / "run", "parallel.device=auto", "parallel.workers=1")
+    assert not (tmp_path / "run").exists()
 
 
 def test_torchrun_decides_the_number_of_workers(shared):

@@ -70,14 +70,13 @@ def _measure(
 ) -> tuple[Path, list[Path], int]:
     """(folder, run folders, first steps that do not count)."""
     from muletrain.bench.scaling import DROPPED, measure
+    from muletrain.cli.box import box_for
     from muletrain.cli.train import train
-    from muletrain.config.environment import visible_devices
     from muletrain.config.load import load_recipe
-    from muletrain.probe.box import this_box
 
     request = load_recipe(recipe, overrides)
     folder = output or Path(f"{request.run_dir.rstrip('/')}-scaling")
-    on_gpus = request.parallel.device != "cpu" and bool(this_box(visible_devices()).gpus)
+    on_gpus = bool(box_for(request).gpus)
     profiled = PROFILED_STEPS if on_gpus and max(counts) > 1 else 0
     drop = DROPPED + 1 + profiled if profiled else DROPPED
 

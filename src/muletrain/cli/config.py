@@ -82,11 +82,10 @@ def schema() -> None:
 def _plan(request: RunConfig) -> Plan:
     import sys
 
-    from muletrain.config.environment import visible_devices
+    from muletrain.cli.box import box_for
     from muletrain.planner.resolve import resolve
-    from muletrain.probe.box import this_box
 
-    return resolve(request, this_box(visible_devices()), interactive=sys.stdout.isatty())
+    return resolve(request, box_for(request), interactive=sys.stdout.isatty())
 
 
 def _plan_text(plan: Plan) -> str:

@@ -173,12 +173,12 @@ def _inspected_plan(path: str, overrides: list[str], tokenizer: str, text_key: s
         if not tokenizer:
             raise InputError(f"{path!r} is no data set and no recipe; to look at text, name a tokenizer with --tokenizer")
         return _plan([path], tokenizer, text_key, validation_fraction, BadRows.skip, 0)
-    from muletrain.config.environment import visible_devices
+    from muletrain.cli.box import box_for
     from muletrain.config.load import load_recipe
     from muletrain.planner.resolve import resolve
-    from muletrain.probe.box import this_box
 
-    return resolve(load_recipe(Path(path), overrides), this_box(visible_devices())).data.model_copy(update={"bad_rows": "skip"})
+    request = load_recipe(Path(path), overrides)
+    return resolve(request, box_for(request)).data.model_copy(update={"bad_rows": "skip"})
 
 
 def _length(text: str) -> int:

@@ -67,9 +67,8 @@ def train(request: RunConfig, *, stop_after: int = 0, profile_steps: int = 0, me
 
 
 def _decide(request: RunConfig, place: WorkerPlace | None) -> tuple[Plan, Machine]:
-    from muletrain.config.environment import visible_devices
+    from muletrain.cli.box import box_for
     from muletrain.planner.resolve import resolve
-    from muletrain.probe.box import this_box
     from muletrain.spec.errors import InputError
 
     if place is not None:
@@ -80,7 +79,7 @@ def _decide(request: RunConfig, place: WorkerPlace | None) -> tuple[Plan, Machin
                 "or leave parallel.workers out"
             )
         request = request.model_copy(update={"parallel": request.parallel.model_copy(update={"workers": place.workers})})
-    machine = this_box(visible_devices())
+    machine = box_for(request)
     plan = resolve(request, machine, interactive=sys.stdout.isatty())
     if plan.parallel.device == "cuda":  # otherwise torch, slow to import, can wait
         from muletrain.train.device import check_gpu_build

@@ -21,8 +21,9 @@ _ROOT = Path("/")
 
 
 def this_box(visible: str | None = None, root: Path = _ROOT) -> Machine:
-    """What is here. `visible` is CUDA_VISIBLE_DEVICES (None: all GPUs). Raises InputError where the driver fails.
+    """What is here. `visible` is CUDA_VISIBLE_DEVICES (None: all GPUs; "": none, and no driver is asked).
 
+    Raises InputError where the driver fails.
     `root` is where /proc and /sys are looked for.
     """
     return Machine(
@@ -30,7 +31,7 @@ def this_box(visible: str | None = None, root: Path = _ROOT) -> Machine:
         cpu=_cpu_name(root),
         cores=len(os.sched_getaffinity(0)),
         host_memory_bytes=_host_memory(root),
-        gpus=_visible(_gpus(), visible),
+        gpus=() if visible == "" else _visible(_gpus(), visible),
     )
 
 
