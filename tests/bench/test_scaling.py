@@ -91,7 +91,10 @@ def test_different_work_is_refused_or_said(finished, materials):
 
 
 def test_a_folder_without_an_ended_run_is_named(finished, tmp_path):
-    with pytest.raises(InputError, match=r"plan\.json: there is no such file; give a run folder"):
+    with pytest.raises(InputError, match=r"plan\.json: there is no such file; give a run folder whose training has ended"):
+        table_of([tmp_path])
+    (tmp_path / "plan.json").write_text("{")
+    with pytest.raises(InputError, match=r"plan\.json: damaged, or of another version \("):
         table_of([tmp_path])
     with pytest.raises(InputError, match=r"its last session has no step event; log.every may be larger"):
         table_of([finished(1, [])])

@@ -165,7 +165,8 @@ def test_O05_no_worker_outlives_the_launcher_while_loading(tmp_path, number):
     os.kill(process.pid, number)
     said, _ = process.communicate(timeout=10)
     assert process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else EXIT_STOPPED)
-    assert (b"stopped before the first step: nothing new to save" in said) is (number != signal.SIGKILL)
+    words = "stopped before the first step: nothing new to save; the same command starts from where this one did"
+    assert (words in said.decode()) is (number != signal.SIGKILL)
     _wait_for(lambda: not any(map(_alive, pids)), 5)
 
 

@@ -88,6 +88,8 @@ def _load(kind: type[V], path: Path) -> V:
         return kind.load(path)
     except FileNotFoundError:
         raise InputError(f"{path}: there is no such file; give a run folder whose training has ended") from None
+    except (ValueError, OSError) as error:  # pydantic's errors are ValueErrors
+        raise InputError(f"{path}: damaged, or of another version ({str(error).splitlines()[0]})") from None
 
 
 def _row(folder: Path, plan: Plan, drop: int) -> ScalingRow:
