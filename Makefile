@@ -1,5 +1,6 @@
 # Everything a newcomer needs: Python 3.11 or newer, make, and a package index that pip can reach.
 #
+#   make setup   makes .venv; the other targets do that by themselves
 #   make demo    prepare data, train with 1 and 3 workers, stop, resume, generate, measure (under 10 minutes on 2 cores)
 #   make test    the test suite
 #   make check   style, types, layers and contracts; FULL=1 adds the whole suite with the slow tests
@@ -32,5 +33,5 @@ bench: setup
 	@scripts/bench
 
 clean:
-	rm -rf .venv demo build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv demo runs/demo build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
