@@ -26,8 +26,29 @@ BROKEN = [
     (config({"tokens_per_step": 1000}), "train.tokens_per_step", "not a whole number; 2048 would work"),
     (config({"evaluate_every": 5}, data={"validation_fraction": 0}), "train.evaluate_every", "nothing to evaluate on"),
     (config(memory={"strategy": "streamed"}, parallel={"workers": 2}), "parallel.workers", "streamed runs one worker"),
-    (config(memory={"strategy": "streamed"}, parallel={"device": "cuda"}), "parallel.device", "streamed runs on the CPU only"),
     (config(memory={"strategy": "streamed", "activations": "keep"}), "memory.activations", "recomputes every block"),
+    (
+        config({"optimizer": {"state": "8bit"}}, memory={"strategy": "zero3"}),
+        "train.optimizer.state",
+        "use streamed, or remove",
+    ),
+    (
+        config(precision={"gradients": "bf16"}, memory={"strategy": "resident"}),
+        "precision.gradients",
+        "use streamed, or remove",
+    ),
+    (config(memory={"strategy": "zero1", "waves": 2}), "memory.waves", "use streamed, or remove"),
+    (
+        config({"optimizer": {"state": "bf16"}}, precision={"compute": "fp64"}, memory={"strategy": "streamed"}),
+        "train.optimizer.state",
+        "keeps moments in fp64",
+    ),
+    (
+        config(precision={"compute": "fp64", "gradients": "fp32"}, memory={"strategy": "streamed"}),
+        "precision.gradients",
+        "keeps gradients in fp64",
+    ),
+    (config(memory={"strategy": "streamed", "waves": 33}), "memory.waves", "a step has 32 micro-batch(es)"),
 ]
 
 
@@ -51,6 +72,9 @@ def test_every_rule_is_broken_above() -> None:
         config({"schedule": {"kind": "wsd", "warmup_steps": 80}}),
         config({"evaluate_every": 0}, data={"validation_fraction": 0}),
         config(memory={"strategy": "streamed", "activations": "recompute"}, parallel={"workers": 1, "device": "cpu"}),
+        config(memory={"strategy": "streamed", "waves": 32}, parallel={"workers": 1, "device": "cuda"}),
+        config({"optimizer": {"state": "8bit"}}, precision={"gradients": "bf16"}, memory={"waves": 1}),
+        config({"optimizer": {"state": "bf16"}}, precision={"gradients": "fp32"}, memory={"strategy": "streamed"}),
         config(precision={"compute": "fp16", "initial_loss_scale": 2}),
         config({"schedule": {"kind": "constant"}}),
     ],

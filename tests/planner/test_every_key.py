@@ -42,17 +42,20 @@ CHANGES: dict[str, Any] = {
     "train.optimizer.beta2": 0.99,
     "train.optimizer.epsilon": 1e-6,
     "train.optimizer.weight_decay": 0.0,
+    "train.optimizer.state": "8bit",
     "train.schedule.kind": "wsd",
     "train.schedule.warmup_steps": 3,
     "train.schedule.final_ratio": 0.0,
     "train.schedule.decay_fraction": 0.5,
     "precision.compute": "bf16",
     "precision.initial_loss_scale": 1024.0,
+    "precision.gradients": "bf16",
     "memory.strategy": "zero3",
     "memory.activations": "recompute",
     "memory.gpu_limit": 40 * GIB,
     "memory.host_limit": 40 * GIB,
     "memory.loss_chunk": 64,
+    "memory.waves": 2,
     "parallel.workers": 1,
     "parallel.device": "cpu",
     "checkpoint.every": 5,
@@ -65,6 +68,9 @@ CHANGES: dict[str, Any] = {
 NEEDS: dict[str, dict[str, Any]] = {
     "precision.initial_loss_scale": {"precision.compute": "fp16"},
     "train.schedule.decay_fraction": {"train.schedule.kind": "wsd"},
+    "train.optimizer.state": {"memory.strategy": "streamed"},
+    "precision.gradients": {"memory.strategy": "streamed"},
+    "memory.waves": {"memory.strategy": "streamed"},
 }
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from muletrain.catalog.families import model_shape
 from muletrain.catalog.models import model_config
-from muletrain.planner.memory import Footprint, block_activations, ledger
+from muletrain.planner.footprint import Footprint, block_activations
+from muletrain.planner.memory import ledger
 from muletrain.spec.ledger import Ledger
 from muletrain.spec.model_shape import ModelShape
 

@@ -122,12 +122,20 @@ def test_what_does_not_fit_is_told_with_shortfall_and_what_would() -> None:
     message = str(caught.value)
     assert caught.value.exit_code == EXIT_DOES_NOT_FIT
     assert (
-        "deepseek-llm-7b does not fit: memory.strategy resident with activations recompute needs 120.5 GiB on each card"
+        "deepseek-llm-7b does not fit: memory.strategy streamed with activations recompute needs 97.2 GiB on the host"
         in message
     )
+    assert "there are 64.0 GiB: 33.2 GiB short" in message
+    assert "parts: state 56.5 GiB, inputs 16.0 GiB" in message
+    assert "what would fit: train.optimizer.state: 8bit; " in message
+    assert "memory.strategy: zero3 on 16 such cards" in message
+    with pytest.raises(DoesNotFitError) as caught:
+        resolve(request(changes | {"memory.strategy": "resident"}), box(RTX_4090, host_gib=128))
+    message = str(caught.value)
+    assert "memory.strategy resident with activations recompute needs 120.5 GiB on each card" in message
     assert "there are 23.3 GiB: 97.2 GiB short" in message
     assert "parts: moments 51.5 GiB, master 25.7 GiB" in message
-    assert "what would fit: memory.strategy: zero3 on 16 such cards" in message
+    assert "what would fit: memory.strategy: streamed with memory.activations: recompute; " in message
 
 
 @pytest.mark.parametrize(
@@ -139,11 +147,11 @@ def test_what_does_not_fit_is_told_with_shortfall_and_what_would() -> None:
             "activations: recompute",
         ),
         (
-            {"train.micro_batch": 64, "train.tokens_per_step": 524288},
+            {"memory.strategy": "resident", "train.micro_batch": 64, "train.tokens_per_step": 524288},
             box(T4),
             "train.micro_batch: 1 with memory.activations: rec",
         ),
-        ({"memory.gpu_limit": 3500 * 2**20}, box(T4), "memory.loss_chunk: 256 with"),
+        ({"memory.strategy": "resident", "memory.gpu_limit": 3500 * 2**20}, box(T4), "memory.loss_chunk: 256 with"),
         ({"memory.strategy": "zero3", "memory.gpu_limit": "1GiB"}, box(T4), "nothing smaller in the same recipe fits"),
     ],
 )
@@ -231,8 +239,9 @@ def test_bf16_needs_ampere() -> None:
     assert "slow on most CPUs" in reason(resolve(request({"precision.compute": "bf16"}), CPU), "precision.compute")
 
 
-def test_streamed_where_it_is_not_built_is_refused() -> None:
-    assert "not on 1 x cuda" in problems({"memory.strategy": "streamed"}, box(H200, H200))[0]
+def test_streamed_runs_one_worker() -> None:
+    several = problems({"memory.strategy": "streamed", "parallel.workers": 2}, box(H200, H200))
+    assert several[0].startswith("parallel.workers: 2, but memory.strategy: streamed runs one worker in this version")
     plan = resolve(request({"memory.strategy": "streamed"}), CPU)
     assert (plan.memory.strategy, plan.memory.activations) == ("streamed", "recompute")
     assert "streamed always does" in reason(plan, "memory.activations")

@@ -104,13 +104,7 @@ def _evaluation(config: RunConfig) -> str | None:
 def _streamed_workers(config: RunConfig) -> str | None:
     if config.memory.strategy == "streamed" and config.parallel.workers not in ("auto", 1):
         workers = config.parallel.workers
-        return f"parallel.workers: {workers}, but memory.strategy: streamed runs one worker in this version; use zero3"
-    return None
-
-
-def _streamed_device(config: RunConfig) -> str | None:
-    if config.memory.strategy == "streamed" and config.parallel.device == "cuda":
-        return "parallel.device: cuda, but memory.strategy: streamed runs on the CPU only in this version; use zero3"
+        return f"parallel.workers: {workers}, but memory.strategy: streamed runs one worker in this version; use 1, or zero3"
     return None
 
 
@@ -118,6 +112,51 @@ def _streamed_activations(config: RunConfig) -> str | None:
     if config.memory.strategy == "streamed" and config.memory.activations == "keep":
         return "memory.activations: keep, but memory.strategy: streamed recomputes every block in this version; use recompute"
     return None
+
+
+def streamed_only(config: RunConfig) -> dict[str, str]:
+    """{key: value} of what `config` asks for and only memory.strategy: streamed can do."""
+    asked = {
+        "train.optimizer.state": (config.train.optimizer.state, "fp32"),
+        "precision.gradients": (config.precision.gradients, "auto"),
+        "memory.waves": (config.memory.waves, "auto"),
+    }
+    return {key: str(value) for key, (value, anywhere) in asked.items() if value != anywhere}
+
+
+def _needs_streamed(key: str) -> Callable[[RunConfig], str | None]:
+    def check(config: RunConfig) -> str | None:
+        value, strategy = streamed_only(config).get(key), config.memory.strategy
+        if value is None or strategy in ("auto", "streamed"):
+            return None
+        return f"{key}: {value}, but memory.strategy: {strategy} has no use for it; use streamed, or remove {key}"
+
+    return check
+
+
+def _fp64_state(config: RunConfig) -> str | None:
+    if config.precision.compute == "fp64" and config.train.optimizer.state != "fp32":
+        return (
+            f"train.optimizer.state: {config.train.optimizer.state}, but precision.compute: fp64 keeps moments in fp64; "
+            "remove it, or use compute: fp32"
+        )
+    return None
+
+
+def _fp64_gradients(config: RunConfig) -> str | None:
+    if config.precision.compute == "fp64" and config.precision.gradients != "auto":
+        return (
+            f"precision.gradients: {config.precision.gradients}, but precision.compute: fp64 keeps gradients in fp64; "
+            "remove it, or use compute: fp32"
+        )
+    return None
+
+
+def _waves(config: RunConfig) -> str | None:
+    waves, most = config.memory.waves, whole_micro_batches(config)
+    if waves == "auto" or most is None or waves <= most:
+        return None
+    return f"memory.waves: {waves}, but a step has {most} micro-batch(es), and no wave may be empty; at most {most}"
 
 
 RULES = (
@@ -130,8 +169,13 @@ RULES = (
     Rule(("train.tokens_per_step", "train.micro_batch", "data.sequence_length"), _tokens_per_step),
     Rule(("train.evaluate_every", "data.validation_fraction"), _evaluation),
     Rule(("parallel.workers", "memory.strategy"), _streamed_workers),
-    Rule(("parallel.device", "memory.strategy"), _streamed_device),
     Rule(("memory.activations", "memory.strategy"), _streamed_activations),
+    Rule(("train.optimizer.state", "memory.strategy"), _needs_streamed("train.optimizer.state")),
+    Rule(("precision.gradients", "memory.strategy"), _needs_streamed("precision.gradients")),
+    Rule(("memory.waves", "memory.strategy"), _needs_streamed("memory.waves")),
+    Rule(("train.optimizer.state", "precision.compute"), _fp64_state),
+    Rule(("precision.gradients", "precision.compute"), _fp64_gradients),
+    Rule(("memory.waves", "train.tokens_per_step", "train.micro_batch", "data.sequence_length"), _waves),
 )
 
 

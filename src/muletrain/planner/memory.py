@@ -5,68 +5,24 @@ m, c: bytes of a number in the master and the compute format; P parameters, B of
   resident   master m P, working copy c P (where c < m), gradient sums m P, two moments 2m P
   zero*      master m P/N, moments 2m P/N, gradient shard m P/N, gathered parameters c P (zero3: c (2B + R)),
              whole gradients m P (zero1 with several micro-batches a worker; else one unit's, (c + m) max(B, R))
-  streamed   master, gradient and moments 4m P and working copy c P on the host, two slots of c B
+  streamed   on a CPU: master, gradient and moments 4m P and working copy c P on the host, two slots of c B (moments and
+             gradients less in narrower formats); on a card: streamed.py
 
-Activations a token a block, in numbers of c bytes: 4h + 2w + 2k + 3f with hidden h, attention width w, key/value width k,
-feed-forward f: the block's and the norms' inputs and outputs, queries, keys, values, attention's output, gate, up and their
-product. That is 32.1 h bytes for a 7 B LLaMA in bf16, as measured for compiled blocks; eager ones keep 1.5 times that.
-Recomputing keeps h a token a block, and one whole block. Logits: 12 bytes each while a chunk's loss is computed (24 in fp64).
+Recomputing keeps h numbers a token a block, and one whole block (footprint.py). Logits: 12 bytes each while a chunk's loss is
+computed (24 in fp64).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
+from muletrain.planner.footprint import COMMUNICATION_BYTES, CONTEXT_BYTES, HOST_PROCESS_BYTES, Footprint, block_activations
+from muletrain.planner.streamed import streamed_on_card
+from muletrain.schedule.formats import state_bytes_of
 from muletrain.spec.ledger import Ledger, LedgerItem
 from muletrain.spec.model_shape import ModelShape
-from muletrain.spec.recipe import ComputeDtype, StrategyName
 
-GIB = 2**30
-EAGER = 1.5
-"""Activations that an eager block keeps, over a compiled one."""
 SLOTS = 2
-CONTEXT_BYTES = GIB // 2
-"""CUDA context and libraries on a card; interpreter and libraries of a worker on a CPU. Measured: 0.3 to 0.65 GiB."""
-COMMUNICATION_BYTES = GIB // 2
-"""NCCL's buffers on a card. Measured: 0.2 to 1 GiB."""
-HOST_PROCESS_BYTES = 2 * GIB
-"""Host memory of a worker whose model is on a card: libraries, CUDA's host side, pinned staging. An allowance."""
-_BYTES = {"fp32": (4, 4), "bf16": (4, 2), "fp16": (4, 2), "fp64": (8, 8)}
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """What memory depends on, beside the model."""
-
-    strategy: StrategyName
-    activations: Literal["keep", "recompute"]
-    compute: ComputeDtype
-    compiled: bool
-    device: Literal["cpu", "cuda"]
-    workers: int
-    micro_batch: int
-    """Sequences."""
-    micro_batches: int
-    """In a step, over all workers."""
-    sequence_length: int
-    loss_chunk: int
-
-    @property
-    def tokens(self) -> int:
-        """Positions in one micro-batch."""
-        return self.micro_batch * self.sequence_length
-
-    @property
-    def rounds(self) -> int:
-        """Micro-batches that the busiest worker runs in a step."""
-        return -(-self.micro_batches // self.workers)
-
-    @property
-    def bytes_of(self) -> tuple[int, int]:
-        """(master, compute) bytes of one number."""
-        return _BYTES[self.compute]
-
 
 Part = tuple[str, float, str]
 """(part, bytes on one worker, formula)"""
@@ -74,6 +30,8 @@ Part = tuple[str, float, str]
 
 def ledger(shape: ModelShape, run: Footprint) -> Ledger:
     """All parts. On a CPU everything is host memory, of all workers together."""
+    if run.strategy == "streamed" and run.device == "cuda":
+        return streamed_on_card(shape, run)
     parts = [*_states(shape, run), *_activations(shape, run), _logits(shape, run)]
     if run.device == "cpu":
         each = [*parts, ("context", CONTEXT_BYTES, "0.5 GiB: interpreter and libraries")]
@@ -155,23 +113,17 @@ def _sharded(shape: ModelShape, run: Footprint) -> list[Part]:
 def _streamed(shape: ModelShape, run: Footprint) -> list[Part]:
     master, compute = run.bytes_of
     parameters = shape.parameters
+    state = state_bytes_of(run.compute, run.streaming.moments, run.streaming.gradients)
     working: list[Part] = []
     if master != compute:
         working = [("parameters", compute * parameters, f"{compute} bytes x parameters")]
     return [
         *working,
         ("master", master * parameters, f"{master} bytes x parameters"),
-        ("gradients", master * parameters, f"{master} bytes x parameters"),
-        ("moments", 2 * master * parameters, f"2 x {master} bytes x parameters"),
+        ("gradients", state.gradient * parameters, f"{state.gradient} bytes x parameters"),
+        ("moments", state.moments * parameters, f"{state.moments:g} bytes x parameters, both"),
         ("slots", SLOTS * compute * shape.block_parameters, f"{SLOTS} x {compute} bytes x a block's parameters"),
     ]
-
-
-def block_activations(shape: ModelShape, run: Footprint) -> float:
-    """Bytes that one block keeps for the backward of one micro-batch."""
-    width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    numbers = 4 * shape.hidden + 2 * width + 2 * kv_width + 3 * shape.ffn
-    return run.bytes_of[1] * numbers * run.tokens * (1.0 if run.compiled else EAGER)
 
 
 def _activations(shape: ModelShape, run: Footprint) -> list[Part]:

@@ -1,20 +1,24 @@
 """Which device, how many workers, which strategy: rules in a fixed order, no search.
 
 auto takes the strategy with the least communication that fits, and within it keeps activations if that fits: on cards joined by
-PCIe a gathered block costs more time than a recomputed one. Strategies in that order: resident, zero1, zero2, zero3.
+PCIe a gathered block costs more time than a recomputed one. Strategies in that order: resident, zero1, zero2, zero3; with one
+worker resident, then streamed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from muletrain.planner.memory import Footprint, ledger
+from muletrain.planner.footprint import Footprint
+from muletrain.planner.memory import ledger
+from muletrain.planner.streamed import layouts, traffic_bytes
 from muletrain.spec.errors import DoesNotFitError, InputError
 from muletrain.spec.ledger import Ledger
 from muletrain.spec.machine import Machine
 from muletrain.spec.model_shape import ModelShape
-from muletrain.spec.recipe import MemorySection, ParallelSection, StrategyName
+from muletrain.spec.plan import StreamingPlan
+from muletrain.spec.recipe import MemorySection, OptimizerState, ParallelSection, StrategyName
 from muletrain.spec.units import format_bytes
 
 _ORDER: tuple[StrategyName, ...] = ("resident", "zero1", "zero2", "zero3")
@@ -44,6 +48,8 @@ class Placement:
     activations: Literal["keep", "recompute"]
     ledger: Ledger
     reasons: tuple[str, ...]
+    streaming: StreamingPlan = field(default_factory=StreamingPlan)
+    """streamed only."""
 
 
 def choose_device(section: ParallelSection, machine: Machine) -> tuple[Literal["cpu", "cuda"], str | None]:
@@ -91,81 +97,113 @@ def budget(machine: Machine, device: Literal["cpu", "cuda"], workers: int, memor
 
 
 def place(shape: ModelShape, memory: MemorySection, run: Footprint, limits: Budget) -> Placement:
-    """Strategy and activations. `run` holds the rest. Raises InputError for a strategy not built, DoesNotFitError."""
-    if memory.strategy == "streamed":
-        _check_streamed(run)
-    tried: list[Placement] = []
-    for strategy, activations in _candidates(memory, run):
-        needed = ledger(shape, replace(run, strategy=strategy, activations=activations))
-        placement = Placement(strategy, activations, needed, _reasons(memory, strategy, activations, needed, limits))
-        if limits.shortfall(needed) <= 0:
-            return placement
-        tried.append(placement)
-    best = min(tried, key=lambda placement: limits.shortfall(placement.ledger))
-    raise DoesNotFitError(_does_not_fit(shape, run, limits, best))
-
-
-def _check_streamed(run: Footprint) -> None:
-    if run.device == "cuda" or run.workers > 1:
+    """Strategy, activations and layout. `run` holds the rest. Raises InputError for a strategy not built, DoesNotFitError."""
+    if memory.strategy == "streamed" and run.workers > 1:
         raise InputError(
-            f"memory.strategy: streamed runs on the CPU with one worker in this version, not on {run.workers} x {run.device}; "
-            "set parallel.device: cpu and parallel.workers: 1, or memory.strategy: zero3"
+            f"parallel.workers: {run.workers}, but memory.strategy: streamed runs one worker in this version; "
+            "set parallel.workers: 1, or memory.strategy: zero3"
         )
+    tried: list[tuple[Footprint, Ledger]] = []
+    for candidate in _candidates(shape, memory, run):
+        needed = ledger(shape, candidate)
+        if limits.shortfall(needed) <= 0:
+            reasons = _reasons(memory, shape, candidate, needed, limits, tried)
+            if candidate.strategy != "streamed":
+                return Placement(candidate.strategy, candidate.activations, needed, reasons)
+            return Placement("streamed", candidate.activations, needed, reasons, candidate.streaming)
+        tried.append((candidate, needed))
+    best, needed = min(tried, key=lambda each: limits.shortfall(each[1]))
+    raise DoesNotFitError(_does_not_fit(shape, best, limits, needed))
 
 
-def _candidates(memory: MemorySection, run: Footprint) -> list[tuple[StrategyName, Literal["keep", "recompute"]]]:
+def _candidates(shape: ModelShape, memory: MemorySection, run: Footprint) -> list[Footprint]:
     strategies: tuple[StrategyName, ...]
     if memory.strategy != "auto":
         strategies = (memory.strategy,)
     elif run.workers > 1:
         strategies = _ORDER
     else:
-        strategies = ("resident", "streamed") if run.device == "cpu" else ("resident",)
+        strategies = ("resident", "streamed")
     policies = _ACTIVATIONS if memory.activations == "auto" else (memory.activations,)
     pairs = [(strategy, policy) for strategy in strategies for policy in policies]
-    return [pair for pair in pairs if pair != ("streamed", "keep")]  # streamed recomputes every block
+    return [
+        candidate
+        for strategy, policy in pairs
+        if (strategy, policy) != ("streamed", "keep")  # streamed recomputes every block
+        for candidate in _laid_out(shape, replace(run, strategy=strategy, activations=policy))
+    ]
+
+
+def _laid_out(shape: ModelShape, run: Footprint) -> list[Footprint]:
+    """`run` in each way that its strategy can be laid out, the best first."""
+    if run.strategy == "streamed" and run.device == "cuda":
+        return [replace(run, streaming=streaming) for streaming in layouts(shape, run.streaming)]
+    return [run]
 
 
 def _reasons(
-    memory: MemorySection, strategy: StrategyName, activations: Literal["keep", "recompute"], needed: Ledger, limits: Budget
+    memory: MemorySection,
+    shape: ModelShape,
+    run: Footprint,
+    needed: Ledger,
+    limits: Budget,
+    tried: list[tuple[Footprint, Ledger]],
 ) -> tuple[str, ...]:
+    strategy, activations = run.strategy, run.activations
     where, there = ("card", limits.card) if limits.card else ("host", limits.host)
     uses = f"{format_bytes(needed.total('card' if limits.card else 'host'))} of {format_bytes(there)} on the {where}"
     reasons = []
     if memory.strategy == "auto":
-        reasons.append(f"memory.strategy = {strategy}: the least communication that fits, {uses}")
+        reasons.append(
+            f"memory.strategy = {strategy}: the least communication that fits, {uses}{_cost(shape, run, limits, tried)}"
+        )
     if memory.activations == "auto":
         why = (
             "it fits" if activations == "keep" else "streamed always does" if strategy == "streamed" else "keeping does not fit"
         )
         reasons.append(f"memory.activations = {activations}: {why}, {uses}")
+    if strategy == "streamed" and memory.waves == "auto":
+        reasons.append(f"memory.waves = {run.streaming.waves}: the fewest transfers")
+    if strategy == "streamed" and limits.card:
+        whole = "keep all their state on the card: it fits" if run.streaming.on_card else "stream as the blocks do: no room"
+        reasons.append(f"embedding and head {whole}")
     return tuple(reasons)
 
 
-def _does_not_fit(shape: ModelShape, run: Footprint, limits: Budget, best: Placement) -> str:
-    where: Literal["card", "host"] = "card" if limits.card and best.ledger.total("card") > limits.card else "host"
+def _cost(shape: ModelShape, run: Footprint, limits: Budget, tried: list[tuple[Footprint, Ledger]]) -> str:
+    """What streaming on a card is instead of, and what it costs."""
+    if run.strategy != "streamed" or not limits.card:
+        return ""
+    missing = min(limits.shortfall(needed) for other, needed in tried if other.strategy == "resident")
+    up, down = traffic_bytes(shape, run)
+    return (
+        f" (resident is {format_bytes(missing)} short); a step moves up to {format_bytes(up)} to the card and "
+        f"{format_bytes(down)} back"
+    )
+
+
+def _does_not_fit(shape: ModelShape, best: Footprint, limits: Budget, needs: Ledger) -> str:
+    where: Literal["card", "host"] = "card" if limits.card and needs.total("card") > limits.card else "host"
     there = limits.card if where == "card" else limits.host
-    needed = best.ledger.total(where)
-    parts = sorted((i for i in best.ledger.items if i.place == where), key=lambda i: -i.size_bytes)
+    needed = needs.total(where)
+    parts = sorted((i for i in needs.items if i.place == where), key=lambda i: -i.size_bytes)
     lines = [
         f"{shape.name} does not fit: memory.strategy {best.strategy} with activations {best.activations} needs "
         f"{format_bytes(needed)} on {'each card' if where == 'card' else 'the host'} and there are {format_bytes(there)}: "
         f"{format_bytes(needed - there)} short",
         "parts: " + ", ".join(f"{part.part} {format_bytes(part.size_bytes)}" for part in parts),
     ]
-    fits = _what_would_fit(shape, run, limits, best)
+    fits = _what_would_fit(shape, best, limits)
     lines.append(
         f"what would fit: {'; '.join(fits)}" if fits else "nothing smaller in the same recipe fits; choose a smaller model"
     )
     return "\n".join(lines)
 
 
-def _what_would_fit(shape: ModelShape, run: Footprint, limits: Budget, best: Placement) -> list[str]:
-    """Changes to one or two keys, each tried with the formulas, the least change first."""
+def _what_would_fit(shape: ModelShape, run: Footprint, limits: Budget) -> list[str]:
+    """Changes to a few keys of `run`, each tried with the formulas, the least change first."""
     strategies: tuple[StrategyName, ...] = _ORDER if run.workers > 1 else ("resident",)
-    if run.device == "cpu" and run.workers == 1:
-        strategies = ("resident", "streamed")
-    unit = replace(run, strategy=best.strategy, activations="recompute")
+    unit = replace(run, activations="recompute")
     changes = [
         (f"memory.strategy: {name} with memory.activations: recompute", replace(unit, strategy=name)) for name in strategies
     ]
@@ -179,7 +217,12 @@ def _what_would_fit(shape: ModelShape, run: Footprint, limits: Budget, best: Pla
             (f"data.sequence_length: {length} (train.micro_batch: 1)", replace(unit, micro_batch=1, sequence_length=length))
         )
         length //= 2
-    fits = [text for text, footprint in changes if limits.shortfall(ledger(shape, footprint)) <= 0][:2]
+    fits = [text for text, footprint in changes if _fits(shape, footprint, limits)]
+    if run.workers == 1 or run.device == "cuda":
+        streamed = [text for text, footprint in _streamed_changes(unit) if _fits(shape, footprint, limits)]
+        fits = [*streamed[:2], *fits[:1]] if run.strategy == "streamed" else [*fits[:2], *streamed[:1]]
+    else:
+        fits = fits[:2]
     if run.device == "cuda":
         for workers in (2, 4, 8, 16, 32, 64):
             if workers > run.workers:
@@ -187,3 +230,27 @@ def _what_would_fit(shape: ModelShape, run: Footprint, limits: Budget, best: Pla
                 if ledger(shape, wider).total("card") <= limits.card:
                     return [*fits, f"memory.strategy: zero3 on {workers} such cards"]
     return fits
+
+
+def _fits(shape: ModelShape, run: Footprint, limits: Budget) -> bool:
+    return any(limits.shortfall(ledger(shape, laid_out)) <= 0 for laid_out in _laid_out(shape, run))
+
+
+def _streamed_changes(unit: Footprint) -> list[tuple[str, Footprint]]:
+    """Streaming with one worker, then with narrower moments, then in more waves."""
+    start = [] if unit.strategy == "streamed" else ["memory.strategy: streamed with memory.activations: recompute"]
+    if unit.workers > 1:
+        start.append("parallel.workers: 1")
+    streamed = replace(unit, strategy="streamed", workers=1)
+    changes = [(start, streamed)] if start else []
+    if unit.compute != "fp64":
+        widths: tuple[OptimizerState, ...] = ("fp32", "bf16", "8bit")
+        for state in widths[widths.index(unit.streaming.moments) + 1 :]:
+            narrower = unit.streaming.model_copy(update={"moments": state})
+            changes.append(([*start, f"train.optimizer.state: {state}"], replace(streamed, streaming=narrower)))
+    if not start:
+        for waves in (2, 4, 8):
+            if unit.streaming.waves < waves <= unit.micro_batches:
+                more = unit.streaming.model_copy(update={"waves": waves})
+                changes.append(([f"memory.waves: {waves}"], replace(streamed, streaming=more)))
+    return [(", ".join(texts), footprint) for texts, footprint in changes]

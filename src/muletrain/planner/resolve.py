@@ -14,8 +14,8 @@ from muletrain.catalog import hub
 from muletrain.catalog.gpus import gpu_peak
 from muletrain.catalog.models import model_names, model_tokenizer
 from muletrain.config.environment import cache_dir
-from muletrain.config.rules import whole_micro_batches
-from muletrain.planner.memory import Footprint
+from muletrain.config.rules import streamed_only, whole_micro_batches
+from muletrain.planner.footprint import Footprint
 from muletrain.planner.placement import budget, choose_device, choose_workers, place
 from muletrain.planner.source import read_model
 from muletrain.spec.errors import InputError
@@ -29,6 +29,7 @@ from muletrain.spec.plan import (
     ParallelPlan,
     Plan,
     PrecisionPlan,
+    StreamingPlan,
     TrainPlan,
 )
 from muletrain.spec.recipe import DataSection, ModelSection, RunConfig
@@ -62,7 +63,11 @@ def resolve(request: RunConfig, machine: Machine, *, interactive: bool = False, 
     compiled = _compiled(request, device, reasons)
     run = _footprint(request, device, workers, micro_batches, compiled)
     placement = place(model.shape, request.memory, run, budget(machine, device, workers, request.memory))
+    if placement.strategy != "streamed" and streamed_only(request):
+        raise InputError(*_without_streaming(request, placement.strategy))
     reasons += placement.reasons
+    if placement.strategy == "streamed" and request.precision.gradients == "auto":
+        reasons.append(f"precision.gradients = {_gradients_reason(placement.streaming)}")
     return Plan(
         run_dir=str(Path(request.run_dir).expanduser()),
         model=model,
@@ -78,6 +83,7 @@ def resolve(request: RunConfig, machine: Machine, *, interactive: bool = False, 
             loss_chunk=request.memory.loss_chunk,
             gpu_limit=request.memory.gpu_limit or 0,
             host_limit=request.memory.host_limit or 0,
+            streaming=placement.streaming,
             ledger=placement.ledger,
         ),
         parallel=ParallelPlan(
@@ -160,7 +166,32 @@ def _footprint(request: RunConfig, device: Device, workers: int, micro_batches: 
         micro_batches=micro_batches,
         sequence_length=request.data.sequence_length,
         loss_chunk=request.memory.loss_chunk,
+        streaming=_streaming(request),
     )
+
+
+def _streaming(request: RunConfig) -> StreamingPlan:
+    """What the recipe decides of it."""
+    gradients = request.precision.gradients
+    if gradients == "auto":
+        gradients = "bf16" if request.precision.compute == "bf16" else "fp32"
+    return StreamingPlan(
+        waves=1 if request.memory.waves == "auto" else request.memory.waves,
+        moments=request.train.optimizer.state,
+        gradients="bf16" if gradients == "bf16" else "master",
+    )
+
+
+def _gradients_reason(streaming: StreamingPlan) -> str:
+    return "bf16: as precision.compute" if streaming.gradients == "bf16" else "as the master weights"
+
+
+def _without_streaming(request: RunConfig, strategy: str) -> list[str]:
+    how = f"memory.strategy: auto chose {strategy}" if request.memory.strategy == "auto" else f"memory.strategy is {strategy}"
+    return [
+        f"{key}: {value} is for memory.strategy: streamed alone, and {how}; set memory.strategy: streamed, or remove {key}"
+        for key, value in streamed_only(request).items()
+    ]
 
 
 def _data(section: DataSection, asked: ModelSection, model: ModelPlan, machine: Machine, reasons: list[str]) -> DataPlan:

@@ -13,7 +13,7 @@ class LedgerItem(Value):
     """One part of one worker's memory (card) or of the box's (host)."""
 
     part: str
-    """parameters, gradients, master, moments, activations, logits, slots, workspace, context."""
+    """parameters, gradients, master, moments, activations, logits, slots, staging, state, inputs, workspace, context."""
     place: Place
     size_bytes: int
     formula: str

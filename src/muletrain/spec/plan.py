@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from muletrain.spec.ledger import Ledger
 from muletrain.spec.model_shape import ModelShape
-from muletrain.spec.recipe import ComputeDtype, OptimizerSection, ScheduleSection, StrategyName
+from muletrain.spec.recipe import ComputeDtype, OptimizerSection, OptimizerState, ScheduleSection, StrategyName
 from muletrain.spec.value import Value
 
 SCHEMA_VERSION = 1
@@ -81,7 +81,8 @@ class StreamingPlan(Value):
     """Where the blocks' inputs wait for backward."""
     on_card: tuple[int, ...] = ()
     """Units all of whose state stays on the device: 0 is the embedding, then the blocks, then the head."""
-    moments: Literal["fp32", "bf16", "8bit"] = "fp32"
+    moments: OptimizerState = "fp32"
+    """Of the optimizer, between updates."""
     gradients: Literal["master", "bf16"] = "master"
     """Format of a block's summed gradient in host memory: the masters' (fp32), or bf16."""
 

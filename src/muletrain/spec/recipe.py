@@ -45,6 +45,7 @@ AutoCount = Annotated[int | Literal["auto"], BeforeValidator(_auto_or_count)]
 AutoFlag = Annotated[bool | Literal["auto"], BeforeValidator(_auto_or_flag)]
 StrategyName = Literal["resident", "zero1", "zero2", "zero3", "streamed"]
 ComputeDtype = Literal["fp32", "bf16", "fp16", "fp64"]
+OptimizerState = Literal["fp32", "bf16", "8bit"]
 
 
 class ModelSection(Value):
@@ -94,6 +95,8 @@ class OptimizerSection(Value):
     """Added to the root of the second moment."""
     weight_decay: Real = Field(0.1, ge=0.0)
     """Share of a weight taken off at each update, times the learning rate; matrices only."""
+    state: OptimizerState = "fp32"
+    """Format of both moments between updates; narrower ones are rounded stochastically. bf16 and 8bit: streamed only."""
 
 
 class ScheduleSection(Value):
@@ -136,12 +139,15 @@ class TrainSection(Value):
 
 
 class PrecisionSection(Value):
-    """Number formats. The master copy of the weights and the optimizer state are fp32 (fp64 with compute: fp64)."""
+    """Number formats. The master copy of the weights is fp32 (fp64 with compute: fp64); moments: train.optimizer.state."""
 
     compute: ComputeDtype = "bf16"
     """fp64 is for checking results on a CPU."""
     initial_loss_scale: Real = Field(65536.0, gt=0.0)
     """fp16 only: where the dynamic loss scale starts, in units of the mean loss."""
+    gradients: Literal["auto", "fp32", "bf16"] = "auto"
+    """streamed only: how a block's gradient, always summed in fp32, waits on the host for its update.
+    auto: bf16 with compute: bf16, else as the master weights."""
 
 
 class MemorySection(Value):
@@ -149,7 +155,7 @@ class MemorySection(Value):
 
     strategy: Literal["auto"] | StrategyName = "auto"
     """resident: all on the card. zero1, zero2, zero3: optimizer, + gradients, + parameters sharded over the workers.
-    streamed: in host memory, a few blocks at a time on the card. auto: the least communication that fits."""
+    streamed: in host memory, a few blocks at a time on the card; one worker. auto: the least communication that fits."""
     activations: Literal["auto", "keep", "recompute"] = "auto"
     """What a block keeps for backward. auto: keep if it fits."""
     gpu_limit: Bytes | None = None
@@ -158,6 +164,9 @@ class MemorySection(Value):
     """Bytes of host memory this run may use. Absent: what the machine has."""
     loss_chunk: Count = Field(1024, ge=1)
     """Tokens whose logits are held at once (fewer: less memory)."""
+    waves: AutoCount = "auto"
+    """streamed only: groups in which a step's micro-batches go through the model; more take less memory and more transfers.
+    auto: 1."""
 
 
 class ParallelSection(Value):

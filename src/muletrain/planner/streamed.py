@@ -1,0 +1,161 @@
+"""The streamed strategy on a card: how it is laid out, what it takes there and on the host, and what crosses the link.
+
+The layout is written down as the engine's own StreamPlan, made of the model's shape instead of its modules, so that sizes come
+from the same formulas (schedule.memory) and the same buffers (schedule.layout) as the run's. Parameters are counted exactly;
+the engine pads each to 256 elements, which no model of use notices.
+
+Beside those buffers a card holds, for a moment each: one block's activations of one micro-batch (it is recomputed), a chunk's
+logits in the compute format (the fused loss turns them into their gradient in place), and the head's gradient, summed over
+chunks in fp32 and rounded once. The allocator rarely makes one out of another, so they are added up: a test holds the sum
+within 5 % of what the driver reported for a 7 B shape on an H200 (docs/LOG.md). With a tied head, each micro-batch of a wave
+keeps the head's gradient until the embedding's is there.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Final, Literal
+
+from muletrain.planner.footprint import CONTEXT_BYTES, HOST_PROCESS_BYTES, Footprint, block_activations
+from muletrain.schedule.formats import StateBytes, state_bytes_of
+from muletrain.schedule.memory import card_bytes, host_bytes
+from muletrain.schedule.ops import StepShape, StreamPlan, UnitShape
+from muletrain.spec.ledger import Ledger, LedgerItem
+from muletrain.spec.model_shape import ModelShape
+from muletrain.spec.plan import StreamingPlan
+
+SLOTS: Final = 2
+STAGING: Final = 3
+PIECE: Final = 2**25
+"""Elements: large enough that starting a copy does not show (a third of a GB takes 6 ms), small enough to keep three."""
+_ALIGN: Final = 256
+
+
+def unit_parameters(shape: ModelShape) -> tuple[int, ...]:
+    """Parameters by unit: embedding (and what else runs before the blocks), blocks, head with the final norm."""
+    norm = 2 * shape.hidden if shape.family == "gpt2" else shape.hidden  # gpt2's has a bias
+    head = norm + (0 if shape.tied else shape.vocab * shape.hidden)
+    embedding = shape.parameters - shape.layers * shape.block_parameters - head
+    return (embedding, *[shape.block_parameters] * shape.layers, head)
+
+
+def layouts(shape: ModelShape, asked: StreamingPlan) -> tuple[StreamingPlan, ...]:
+    """The ways to stream on a card, best first: with embedding and head whole on it, then with only blocks passing through.
+
+    `asked` holds what the recipe decides: waves and number formats.
+    """
+    piece = min(PIECE, -(-max(unit_parameters(shape)) // _ALIGN) * _ALIGN)
+    wanted = {"slots": SLOTS, "staging": STAGING, "piece": piece, "inputs": "host"}
+    return tuple(asked.model_copy(update={**wanted, "on_card": units}) for units in ((0, shape.layers + 1), ()))
+
+
+def stream_plan(shape: ModelShape, run: Footprint) -> StreamPlan:
+    """What strategy.stream will lay out for `run.streaming`."""
+    streaming, state = run.streaming, _formats(run)
+    sizes = unit_parameters(shape)
+    last = len(sizes) - 1
+    units = tuple(
+        UnitShape(
+            parameters=size,
+            trainable=True,
+            kind=0 if number == 0 else 2 if number == last else 1,
+            pieces=_pieces(size, streaming.piece),
+            forward_flops_a_token=2.0 * size if number else 0.0,
+            kept_bytes_a_token=0,
+        )
+        for number, size in enumerate(sizes)
+    )
+    return StreamPlan(
+        units=units,
+        hidden=shape.hidden,
+        slots=streaming.slots,
+        staging=streaming.staging,
+        waves=streaming.waves,
+        working_bytes=state.working,
+        state_up_bytes=state.up,
+        state_down_bytes=state.down,
+        gradient_bytes=state.gradient,
+        activations=("recompute",) * len(units),
+        inputs=streaming.inputs,
+        update="next_fetch",
+        placement=tuple("card" if number in streaming.on_card else "streamed" for number in range(len(units))),
+    )
+
+
+def streamed_on_card(shape: ModelShape, run: Footprint) -> Ledger:
+    """All parts, on the card and on the host. One worker."""
+    plan = stream_plan(shape, run)
+    # Buffers are as large as the largest wave; how it is cut into micro-batches makes no difference to them.
+    wave = run.tokens * -(-run.micro_batches // min(plan.waves, run.micro_batches))
+    step = StepShape(micro_batches=(wave,), sequence_length=run.sequence_length, pending=True, mode="train")
+    return Ledger(items=(*_card(shape, run, plan, step), *_host(run, plan, step)))
+
+
+def traffic_bytes(shape: ModelShape, run: Footprint) -> tuple[int, int]:
+    """(to the card, back) in one step, at most: what buffers still hold from forward to backward is not moved again."""
+    plan, state, waves = stream_plan(shape, run), _formats(run), min(run.streaming.waves, run.micro_batches)
+    travels = sum(unit.parameters for number, unit in enumerate(plan.units) if plan.placed(number) != "card")
+    inputs = 0
+    if plan.inputs == "host":
+        inputs = shape.layers * run.micro_batches * run.tokens * plan.hidden * plan.working_bytes
+    up = travels * (state.up + (2 * waves - 1) * state.working + (waves - 1) * state.gradient)
+    return round(up) + inputs, round(travels * (state.down + waves * state.gradient)) + inputs
+
+
+def _formats(run: Footprint) -> StateBytes:
+    return state_bytes_of(run.compute, run.streaming.moments, run.streaming.gradients)
+
+
+def _pieces(size: int, most: int) -> tuple[int, ...]:
+    count = -(-size // most)
+    return tuple(b - a for a, b in pairwise(size * part // count for part in range(count + 1)))
+
+
+def _card(shape: ModelShape, run: Footprint, plan: StreamPlan, step: StepShape) -> list[LedgerItem]:
+    state, c, wave = _formats(run), plan.working_bytes, step.micro_batches[0]
+    wide = max(4, c)
+    head = shape.vocab * shape.hidden
+    logits = c * min(run.loss_chunk, run.tokens) * shape.vocab
+    sizes = card_bytes(plan, step, logits_bytes=logits, context_bytes=CONTEXT_BYTES)
+    held = f"{min(plan.slots, shape.layers)} blocks + embedding and head"
+    rows = 2 if plan.inputs == "host" else shape.layers + 1
+    parts: list[tuple[str, int, str]] = [
+        ("slots", sizes["slots"], f"{c} bytes x ({held})"),
+        ("staging", sizes["staging"], f"{plan.staging} x {max(state.up, state.down):g} bytes x the largest piece of state"),
+        ("gradients", sizes["gradients"] * state.master // 4, f"{state.master} bytes x ({held})"),
+        ("state", sizes["state"], f"{state.beside_working:g} bytes x embedding and head: all of their state stays on the card"),
+        ("inputs", sizes["inputs"], f"{rows} x {c} bytes x hidden x {wave} tokens of a wave"),
+        ("hidden gradients", sizes["hidden_gradients"], f"{c} bytes x hidden x {wave} tokens of a wave"),
+        ("activations", round(block_activations(shape, run)), f"one block's, {run.tokens} tokens of a micro-batch"),
+        ("logits", sizes["logits"], f"{c} bytes x {min(run.loss_chunk, run.tokens)} tokens x {shape.vocab} words"),
+        ("workspace", (wide + (c if c < wide else 0)) * head, f"{wide} bytes x head: its gradient, then rounded"),
+        ("context", sizes["context"], "0.5 GiB of CUDA"),
+    ]
+    if shape.tied:
+        count = wave // run.tokens
+        parts.append(("tied gradients", c * head * count, f"{c} bytes x head x {count} micro-batches of a wave"))
+    return _items("card", parts)
+
+
+def _host(run: Footprint, plan: StreamPlan, step: StepShape) -> list[LedgerItem]:
+    state, sizes, wave = _formats(run), host_bytes(plan, step), step.micro_batches[0]
+    inputs = len(plan.units) * wave * plan.hidden * plan.working_bytes if plan.inputs == "host" else 0
+    what = "parameters that stream" if run.streaming.on_card else "parameters"
+    return _items(
+        "host",
+        [
+            ("parameters", sizes["parameters"], f"{plan.working_bytes} bytes x {what}"),
+            (
+                "state",
+                sizes["state"],
+                f"{state.beside_working:g} bytes x {what}: the rest of the master, two {run.streaming.moments} moments",
+            ),
+            ("gradients", sizes["gradients"], f"{state.gradient} bytes x {what}"),
+            ("inputs", inputs, f"{plan.working_bytes} bytes x hidden x {wave} tokens of a wave x {len(plan.units)} units"),
+            ("context", HOST_PROCESS_BYTES, "2 GiB: libraries, CUDA's host side"),
+        ],
+    )
+
+
+def _items(place: Literal["card", "host"], parts: list[tuple[str, int, str]]) -> list[LedgerItem]:
+    return [LedgerItem(part=part, place=place, size_bytes=size, formula=how) for part, size, how in parts if size]

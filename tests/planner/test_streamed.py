@@ -1,0 +1,254 @@
+"""Streaming on a card: chosen, laid out as the engine does it, counted by hand and against what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from muletrain.catalog.families import model_shape
+from muletrain.catalog.models import model_config
+from muletrain.models.build import build_on_meta
+from muletrain.optim.flat import StateFormat, state_bytes
+from muletrain.planner.footprint import Footprint
+from muletrain.planner.memory import ledger
+from muletrain.planner.resolve import resolve
+from muletrain.planner.streamed import layouts, stream_plan, traffic_bytes, unit_parameters
+from muletrain.precision.policy import precision_of
+from muletrain.schedule.build import build
+from muletrain.schedule.formats import state_bytes_of
+from muletrain.schedule.ops import StepShape
+from muletrain.spec.errors import DoesNotFitError, InputError
+from muletrain.spec.plan import ModelPlan, Plan, StreamingPlan
+from muletrain.spec.recipe import ComputeDtype, OptimizerState
+from muletrain.strategy.stream.setup import _units
+
+from .boxes import GIB, H200, RTX_4090, box, request
+from .test_memory import SHAPE, parts
+
+CARD = RTX_4090.model_copy(update={"memory_bytes": 24 * GIB})
+SEVEN_B = {
+    "model.source": "deepseek-llm-7b", "precision.compute": "bf16", "data.sequence_length": 4096, "train.micro_batch": 4,
+    "train.tokens_per_step": 65536, "memory.loss_chunk": 4096, "train.optimizer.state": "bf16",
+}  # fmt: skip
+# 4 blocks of 1,000, an embedding and a head of 100 x 20, a norm of 20; six micro-batches of 16 tokens.
+TINY = SHAPE.model_copy(update={"parameters": 8020})
+RUN = Footprint(
+    strategy="streamed", activations="recompute", compute="bf16", compiled=True, device="cuda", workers=1, micro_batch=2,
+    micro_batches=6, sequence_length=8, loss_chunk=5,
+    streaming=StreamingPlan(piece=300, inputs="host", on_card=(0, 5), moments="bf16", gradients="bf16"),
+)  # fmt: skip
+
+
+def planned(changes: dict[str, Any], *gpus: Any, host_gib: int = 128) -> Plan:
+    return resolve(request(changes), box(*(gpus or (CARD,)), host_gib=host_gib))
+
+
+@pytest.mark.parametrize(
+    ("compute", "moments", "gradients"),
+    [
+        case
+        for case in product(get_args(ComputeDtype), get_args(OptimizerState), ("master", "bf16"))
+        if case[0] != "fp64" or case[1] == "fp32"
+    ],
+)
+def test_bytes_of_the_state_are_the_engines(compute: Any, moments: Any, gradients: Any) -> None:
+    found, precision = state_bytes_of(compute, moments, gradients), precision_of(compute)
+    gradient = precision.master if gradients == "master" else torch.bfloat16
+    up, down = state_bytes(StateFormat.of(moments, precision.master, precision.split), gradient)
+    assert (found.working, found.master, found.gradient) == (
+        precision.compute.itemsize, precision.master.itemsize, gradient.itemsize
+    )  # fmt: skip
+    assert found.up == up
+    assert found.down == down + (2 if compute == "fp16" else 0), "fp16's working copy travels too"
+
+
+@pytest.mark.parametrize("name", ["deepseek-llm-tiny", "llama-3.2-1b", "qwen3-0.6b", "gpt2"])
+def test_units_are_those_the_engine_takes_a_model_apart_into(name: str) -> None:
+    config = {**model_config(name)}
+    config["n_layer" if name == "gpt2" else "num_hidden_layers"] = 2
+    config.pop("layer_types", None)
+    shape = model_shape(config, name)
+    model = build_on_meta(
+        ModelPlan(source=name, config=config, weights="random", shape=shape), dtype=torch.float32, loss_chunk=16
+    )
+    assert unit_parameters(shape) == tuple(sum(p.numel() for _, p in unit) for unit in _units(model))
+
+
+def test_tiny_by_hand() -> None:
+    found = ledger(TINY, RUN)
+    assert unit_parameters(TINY) == (2000, 1000, 1000, 1000, 1000, 2020)
+    assert parts(found) == {
+        "slots": 2 * (2 * 1000 + 2000 + 2020),
+        "staging": 3 * 10 * 250,  # a block in four pieces; master 4, moments 4, gradient 2
+        "gradients": 4 * (2 * 1000 + 2000 + 2020),
+        "state": 6 * 4020,  # the master's other half and the moments
+        "inputs": 2 * 2 * 20 * 96,
+        "hidden gradients": 2 * 20 * 96,
+        "activations": 2 * 290 * 16,
+        "logits": 2 * 5 * 100,
+        "workspace": (4 + 2) * 100 * 20,
+        "context": GIB // 2,
+    }
+    assert parts(found, "host") == {
+        "parameters": 2 * 4000,
+        "state": 6 * 4000,
+        "gradients": 2 * 4000,
+        "inputs": 6 * 2 * 20 * 96,
+        "context": 2 * GIB,
+    }
+
+
+def test_tiny_in_other_formats_and_waves() -> None:
+    streamed = replace(RUN, streaming=RUN.streaming.model_copy(update={"on_card": (), "waves": 4, "moments": "8bit"}))
+    found = ledger(TINY, streamed)
+    assert parts(found, "host")["state"] == round((4 + 2 + 2 / 64 - 2) * 8020)
+    assert parts(found, "host")["inputs"] == 6 * 2 * 20 * 32, "two of six micro-batches in the largest of four waves"
+    assert "state" not in parts(found) and parts(found)["slots"] == parts(ledger(TINY, RUN))["slots"]
+    double = parts(ledger(TINY, replace(RUN, compute="fp64", streaming=RUN.streaming.model_copy(update={"moments": "fp32"}))))
+    assert (double["gradients"], double["workspace"], double["state"]) == (8 * 6020, 8 * 2000, 16 * 4020)
+    half = ledger(TINY, replace(RUN, compute="fp16"))
+    assert parts(half, "host")["state"] == 8 * 4000, "fp16 is no half of an fp32 master"
+    tied = ledger(TINY.model_copy(update={"tied": True, "parameters": 6020}), RUN)
+    assert parts(tied)["tied gradients"] == 6 * 2 * 2000, "each micro-batch of a wave holds one until the embedding's is there"
+
+
+@pytest.mark.parametrize("waves", [1, 2, 3])
+@pytest.mark.parametrize("on_card", [(), (0, 41)])
+def test_traffic_bounds_the_schedules(waves: int, on_card: tuple[int, ...]) -> None:
+    deep = TINY.model_copy(update={"layers": 40, "parameters": 44_020})
+    run = replace(RUN, streaming=RUN.streaming.model_copy(update={"waves": waves, "on_card": on_card}))
+    step = StepShape(micro_batches=(16,) * 6, sequence_length=8, pending=True, mode="train")
+    ops = build(stream_plan(deep, run), step).ops
+    moved = {way: sum(op.size_bytes for op in ops if op.resource == way) for way in ("up", "down")}
+    for most, found in zip(traffic_bytes(deep, run), (moved["up"], moved["down"]), strict=True):
+        assert 0.85 * most <= found <= most
+
+
+@pytest.mark.parametrize(
+    ("state", "on_card", "tokens", "measured_gib"),
+    [
+        ("bf16", False, 16_384, 13.4),
+        ("bf16", False, 65_536, 15.1),
+        ("bf16", True, 8_192, 17.5),
+        ("bf16", True, 16_384, 18.3),
+        ("8bit", True, 8_192, 15.2),
+        ("8bit", True, 16_384, 16.0),
+        ("8bit", True, 65_536, 17.7),
+    ],
+)
+def test_within_5_per_cent_of_what_an_h200_reported(state: Any, on_card: bool, tokens: int, measured_gib: float) -> None:
+    """docs/LOG.md, streamed 6.9 B."""
+    shape = model_shape(model_config("deepseek-llm-7b"), "x")
+    micro_batch = min(4, tokens // 4096)
+    run = replace(
+        RUN, micro_batch=micro_batch, micro_batches=tokens // 4096 // micro_batch, sequence_length=4096, loss_chunk=4096
+    )
+    whole, passing = layouts(shape, StreamingPlan(moments=state, gradients="bf16"))
+    found = ledger(shape, replace(run, streaming=whole if on_card else passing))
+    assert found.total("card") / GIB == pytest.approx(measured_gib, rel=0.05)
+
+
+def test_7b_on_a_24_gib_card() -> None:
+    plan = planned(SEVEN_B)
+    assert (plan.memory.strategy, plan.memory.activations, plan.parallel.workers) == ("streamed", "recompute", 1)
+    assert plan.memory.streaming == StreamingPlan(
+        slots=2, staging=3, piece=2**25, waves=1, inputs="host", on_card=(0, 31), moments="bf16", gradients="bf16"
+    )
+    host = parts(plan.memory.ledger, "host")
+    blocks = 30 * 202_383_360
+    assert host["parameters"] + host["state"] + host["gradients"] == 10 * blocks  # 60.7 GB; 8.4 more without on_card
+    assert host["inputs"] == 32 * 65536 * 2 * 4096
+    assert plan.memory.ledger.total("card") < 0.97 * 24 * GIB
+    (why,) = (line for line in plan.reasons if line.startswith("memory.strategy"))
+    assert "(resident is 105.1 GiB short); a step moves up to 82.9 GiB to the card and 71.5 GiB back" in why
+    for line in ("memory.waves = 1: the fewest transfers", "precision.gradients = bf16: as precision.compute"):
+        assert line in plan.reasons
+
+
+def test_embedding_and_head_stream_where_they_have_no_room() -> None:
+    plan = planned(SEVEN_B | {"memory.gpu_limit": 18 * GIB})
+    assert plan.memory.streaming.on_card == ()
+    assert "embedding and head stream as the blocks do: no room" in plan.reasons
+    host = parts(plan.memory.ledger, "host")
+    assert host["parameters"] + host["state"] + host["gradients"] == 10 * plan.model.shape.parameters
+    assert plan.memory.ledger.total("card") <= 18 * GIB
+    with pytest.raises(DoesNotFitError, match=r"on each card and there are 10\.0 GiB"):
+        planned(SEVEN_B | {"memory.gpu_limit": 10 * GIB})
+
+
+def test_13b_needs_8_bit_moments_on_a_128_gib_host() -> None:
+    thirteen = SEVEN_B | {"model.source": "llama-2-13b", "train.micro_batch": 1, "train.tokens_per_step": 32768}
+    eight = planned(thirteen | {"train.optimizer.state": "8bit"})
+    assert (eight.memory.strategy, eight.memory.streaming.moments) == ("streamed", "8bit")
+    assert eight.memory.ledger.total("host") <= 128 * GIB
+    with pytest.raises(DoesNotFitError) as caught:
+        planned(thirteen | {"train.optimizer.state": "fp32"})
+    message = str(caught.value)
+    assert "memory.strategy streamed with activations recompute needs 180.6 GiB on the host and there are 128.0 GiB" in message
+    assert "what would fit: train.optimizer.state: 8bit" in message
+    with pytest.raises(DoesNotFitError, match=r"what would fit: train\.optimizer\.state: 8bit; memory\.waves: 2"):
+        planned(thirteen)
+
+
+def test_advised_waves_do_fit() -> None:
+    thirteen = SEVEN_B | {"model.source": "llama-2-13b", "train.micro_batch": 1, "train.tokens_per_step": 32768}
+    plan = planned(thirteen | {"memory.waves": 2})
+    assert plan.memory.streaming.waves == 2
+    assert parts(plan.memory.ledger, "host")["inputs"] == 42 * 16384 * 2 * 5120
+
+
+def test_small_models_stay_resident_and_large_cards_too() -> None:
+    assert planned({"precision.compute": "bf16"}).memory.strategy == "resident"
+    seven = {key: value for key, value in SEVEN_B.items() if key != "train.optimizer.state"}
+    assert planned(seven, H200).memory.strategy == "resident"
+
+
+def test_several_cards_take_zero_or_are_told_of_one_worker() -> None:
+    seven = {key: value for key, value in SEVEN_B.items() if key != "train.optimizer.state"}
+    with pytest.raises(DoesNotFitError) as caught:
+        planned(seven, CARD, CARD)
+    advice = str(caught.value).rpartition("what would fit: ")[2]
+    assert "memory.strategy: streamed with memory.activations: recompute, parallel.workers: 1; " in advice
+    asked = seven | {"memory.strategy": "streamed"}
+    assert planned(asked, CARD, CARD).parallel.workers == 1, "auto workers are one where streamed is asked for"
+
+
+def test_what_only_streamed_does_is_refused_elsewhere() -> None:
+    keys = {"train.optimizer.state": "8bit", "precision.gradients": "bf16", "memory.waves": 2}
+    with pytest.raises(InputError) as caught:
+        planned(keys, H200)
+    assert [problem.partition(": ")[0] for problem in caught.value.problems] == list(keys)
+    for problem in caught.value.problems:
+        assert "memory.strategy: auto chose resident; set memory.strategy: streamed, or remove" in problem
+    with pytest.raises(InputError, match=r"8bit is for memory\.strategy: streamed alone, and memory\.strategy is zero3"):
+        planned({"train.optimizer.state": "8bit", "memory.strategy": "zero3"}, H200)
+
+
+def test_gradients_follow_compute_unless_asked() -> None:
+    streamed = {"memory.strategy": "streamed"}
+    for compute, asked, found in [
+        ("bf16", "auto", "bf16"), ("bf16", "fp32", "master"), ("fp16", "auto", "master"), ("fp32", "bf16", "bf16"),
+    ]:  # fmt: skip
+        plan = planned(streamed | {"precision.compute": compute, "precision.gradients": asked})
+        assert plan.memory.streaming.gradients == found
+        assert any(line.startswith("precision.gradients") for line in plan.reasons) == (asked == "auto")
+
+
+def test_on_a_cpu_the_layout_is_plain() -> None:
+    plan = resolve(request({"memory.strategy": "streamed", "train.optimizer.state": "8bit"}), box())
+    assert plan.memory.streaming == StreamingPlan(moments="8bit")
+    assert parts(plan.memory.ledger, "host")["moments"] == round((2 + 2 / 64) * plan.model.shape.parameters)
+
+
+def test_pieces_are_no_larger_than_the_largest_unit() -> None:
+    plan = planned({"model.source": "smollm2-135m", "memory.strategy": "streamed"})
+    assert plan.memory.streaming.piece == 49152 * 576
+
+
+def test_a_step_of_absurd_length_is_planned_at_once() -> None:
+    with pytest.raises(DoesNotFitError):
+        planned(SEVEN_B | {"train.tokens_per_step": 10**12, "train.micro_batch": 1})
