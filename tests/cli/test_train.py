@@ -232,6 +232,15 @@ def test_a_users_mistake_is_a_message_and_exit_code_2(tmp_path, shared):
     assert "train.steps" in result.output
 
 
+def test_O07_a_reader_that_goes_away_ends_no_run(tmp_path, shared):
+    line = command("train", shared, f"run_dir={tmp_path}", "train.steps=3", "log.console=plain", "parallel.workers=2")
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline().startswith(b"plan: ")
+    process.stdout.close()  # as `| head -1` does
+    assert process.stderr is not None and process.wait(120) == EXIT_DONE, process.stderr.read()
+    assert (tmp_path / "checkpoints" / "step-00000003" / "manifest.json").exists()
+
+
 def test_C02_too_little_space_is_said_at_the_start(tmp_path, shared, monkeypatch, capsys):
     from types import SimpleNamespace
 

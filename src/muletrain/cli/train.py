@@ -39,9 +39,13 @@ def command(
     ] = 0,
 ) -> None:
     """Train a model as a recipe says; the same command continues a run that stopped."""
+    from muletrain.cli.pipe import enduring_output
     from muletrain.config.load import load_recipe
 
-    raise typer.Exit(train(load_recipe(recipe, overrides or ()), stop_after=stop_after, profile_steps=profile_steps))
+    request = load_recipe(recipe, overrides or ())
+    with enduring_output():
+        code = train(request, stop_after=stop_after, profile_steps=profile_steps)
+    raise typer.Exit(code)
 
 
 def train(request: RunConfig, *, stop_after: int = 0, profile_steps: int = 0, measure_only: bool = False) -> int:
