@@ -73,8 +73,10 @@ def _session(plan: Plan, place: WorkerPlace, session: Session, device: torch.dev
         return EXIT_DONE
     if plan.train.compile:
         log.console.say("dry batch: compiling, which takes a while and counts in no speed")
-    for batch in (parts.stream.longest(), *parts.stream.window(progress.window, place.rank, place.workers)[:1]):
-        parts.strategy.warm_up(batch)  # the largest shape, and one with segments: what compiles, compiles here
+    parts.strategy.warm_up(parts.stream.longest())
+    if plan.train.compile:  # a batch with segments too: what compiles, compiles here
+        for batch in parts.stream.window(progress.window, place.rank, place.workers)[:1]:
+            parts.strategy.warm_up(batch)
     hooks = build_hooks(run, parts, session, log)
     with run.stop.listening():
         outcome = train(run, hooks)
