@@ -124,14 +124,11 @@ def streamed_only(config: RunConfig) -> dict[str, str]:
     return {key: str(value) for key, (value, anywhere) in asked.items() if value != anywhere}
 
 
-def _needs_streamed(key: str) -> Callable[[RunConfig], str | None]:
-    def check(config: RunConfig) -> str | None:
-        value, strategy = streamed_only(config).get(key), config.memory.strategy
-        if value is None or strategy in ("auto", "streamed"):
-            return None
-        return f"{key}: {value}, but memory.strategy: {strategy} has no use for it; use streamed, or remove {key}"
-
-    return check
+def _needs_streamed(config: RunConfig, key: str) -> str | None:
+    value, strategy = streamed_only(config).get(key), config.memory.strategy
+    if value is None or strategy in ("auto", "streamed"):
+        return None
+    return f"{key}: {value}, but memory.strategy: {strategy} has no use for it; use streamed, or remove {key}"
 
 
 def _fp64_state(config: RunConfig) -> str | None:
@@ -170,9 +167,9 @@ RULES = (
     Rule(("train.evaluate_every", "data.validation_fraction"), _evaluation),
     Rule(("parallel.workers", "memory.strategy"), _streamed_workers),
     Rule(("memory.activations", "memory.strategy"), _streamed_activations),
-    Rule(("train.optimizer.state", "memory.strategy"), _needs_streamed("train.optimizer.state")),
-    Rule(("precision.gradients", "memory.strategy"), _needs_streamed("precision.gradients")),
-    Rule(("memory.waves", "memory.strategy"), _needs_streamed("memory.waves")),
+    Rule(("train.optimizer.state", "memory.strategy"), lambda config: _needs_streamed(config, "train.optimizer.state")),
+    Rule(("precision.gradients", "memory.strategy"), lambda config: _needs_streamed(config, "precision.gradients")),
+    Rule(("memory.waves", "memory.strategy"), lambda config: _needs_streamed(config, "memory.waves")),
     Rule(("train.optimizer.state", "precision.compute"), _fp64_state),
     Rule(("precision.gradients", "precision.compute"), _fp64_gradients),
     Rule(("memory.waves", "train.tokens_per_step", "train.micro_batch", "data.sequence_length"), _waves),
