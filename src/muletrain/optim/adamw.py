@@ -92,27 +92,26 @@ def new_values(
     return master * keep - direction * step_size, exp_avg, exp_avg_sq
 
 
-def _update_with_working(
-    working: Tensor, apply: Tensor, master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *rest: Tensor | float
+def _update(
+    working: Tensor | None,
+    apply: Tensor,
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    numbers: tuple[Tensor, Tensor, Tensor, Tensor],
+    betas: tuple[float, float, float],
 ) -> None:
-    new = new_values(master, grad, exp_avg, exp_avg_sq, *rest)  # type: ignore[arg-type]
-    chosen = torch.where(apply, new[0], master)
-    master.copy_(chosen)
-    working.copy_(chosen)
-    exp_avg.copy_(torch.where(apply, new[1], exp_avg))
-    exp_avg_sq.copy_(torch.where(apply, new[2], exp_avg_sq))
-
-
-def _update(apply: Tensor, master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *rest: Tensor | float) -> None:
-    new = new_values(master, grad, exp_avg, exp_avg_sq, *rest)  # type: ignore[arg-type]
-    master.copy_(torch.where(apply, new[0], master))
-    exp_avg.copy_(torch.where(apply, new[1], exp_avg))
-    exp_avg_sq.copy_(torch.where(apply, new[2], exp_avg_sq))
+    new = new_values(master, grad, exp_avg, exp_avg_sq, *numbers, *betas)
+    for old, fresh in zip((master, exp_avg, exp_avg_sq), new, strict=True):
+        old.copy_(torch.where(apply, fresh, old))
+    if working is not None:
+        working.copy_(master)
 
 
 @cache
-def _compiled(with_working: bool) -> Callable[..., None]:
-    return torch.compile(_update_with_working if with_working else _update, dynamic=True)  # type: ignore[return-value]
+def _compiled() -> Callable[..., None]:
+    return torch.compile(_update, dynamic=True)
 
 
 @torch.no_grad()
@@ -120,26 +119,14 @@ def adamw_update(
     states: Sequence[ParameterState], grads: Sequence[Tensor], scalars: UpdateScalars, section: OptimizerSection
 ) -> None:
     """Updates every state in place from its gradient (any float dtype, the summed and still scaled one)."""
-    on_gpu = bool(states) and states[0].master.is_cuda
-    if not on_gpu and not bool(scalars.apply):
-        return
+    update = _compiled() if states and states[0].master.is_cuda else _update
+    betas = (section.beta1, section.beta2, section.epsilon)
     for state, grad in zip(states, grads, strict=True):
         keep = scalars.keep if state.decay else scalars.one
-        rest = (scalars.gradient_scale, scalars.step_size, scalars.inverse_bias2, keep)
-        rest += (section.beta1, section.beta2, section.epsilon)  # type: ignore[assignment]
-        if not on_gpu:
-            new = new_values(state.master, grad, state.exp_avg, state.exp_avg_sq, *rest)
-            state.master.copy_(new[0])
-            state.exp_avg.copy_(new[1])
-            state.exp_avg_sq.copy_(new[2])
-            if state.working is not None:
-                state.working.copy_(new[0])
-            continue
-        arrays = tuple(t.reshape(-1) for t in (state.master, grad, state.exp_avg, state.exp_avg_sq))
-        if state.working is None:
-            _compiled(False)(scalars.apply, *arrays, *rest)
-        else:
-            _compiled(True)(state.working.view(-1), scalars.apply, *arrays, *rest)
+        numbers = (scalars.gradient_scale, scalars.step_size, scalars.inverse_bias2, keep)
+        working = None if state.working is None else state.working.view(-1)
+        master, exp_avg, exp_avg_sq = state.master.view(-1), state.exp_avg.view(-1), state.exp_avg_sq.view(-1)
+        update(working, scalars.apply, master, grad.reshape(-1), exp_avg, exp_avg_sq, numbers, betas)
 
 
 def decayed(parameter: Tensor) -> bool:

@@ -28,7 +28,7 @@ def loss_sum(
     moved = on_device(batch, device)
     random.at(window, batch.index)
     random.enter(PROLOGUE)
-    return model(
+    loss: Tensor = model(
         moved.input_ids,
         moved.labels,
         moved.position_ids,
@@ -36,6 +36,7 @@ def loss_sum(
         moved.max_seqlen,
         grad_scale=factor,
     )
+    return loss
 
 
 @torch.no_grad()

@@ -175,4 +175,5 @@ def _zeros(parameter: nn.Parameter) -> Tensor:
 
 def _local(tensor: Tensor | None) -> Tensor:
     assert isinstance(tensor, DTensor)
-    return tensor.detach().to_local()
+    local: Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
+    return local

@@ -88,6 +88,12 @@ def test_bf16_with_split_masters_follows_resident_bf16(models: dict[str, ModelPl
     assert worst(train_alone(replace(run, strategy="streamed", streaming=streaming)), train_alone(run)) < 3e-3
 
 
+def test_fp16_with_units_on_the_card_gives_the_same_bits(models: dict[str, ModelPlan]) -> None:
+    """fp16 keeps a working copy beside the split master: on the host or on the card makes no difference."""
+    run = Run(models["llama"], strategy="streamed", compute="fp16", rate=1e-3, steps=4, micro_batch=8)
+    assert train_alone(replace(run, streaming={"on_card": (0, 2, 4), **SMALL})) == train_alone(run)
+
+
 def test_narrow_state_survives_being_saved_and_loaded(models: dict[str, ModelPlan]) -> None:
     """What state_tensors lends goes back bit for bit: the next steps are those of an undisturbed run."""
     run = Run(models["llama"], strategy="streamed", compute="bf16", steps=6, streaming={"moments": "bf16", **SMALL})

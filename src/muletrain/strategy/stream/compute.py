@@ -31,6 +31,7 @@ class Work:
     batches: Sequence[MicroBatch]
     window: int
     training: bool
+    random: KeyedRandom
     factor: float
     """What gradients are multiplied by: the loss scale's."""
     loss_sum: Tensor
@@ -48,38 +49,38 @@ class Work:
 class Compute:
     """Handlers of forward, epilogue, backward and norm."""
 
-    def __init__(self, model: CausalModel, device: Device, stage: Stage, random: KeyedRandom) -> None:
-        self._model, self._device, self._stage, self._random = model, device, stage, random
+    def __init__(self, model: CausalModel, device: Device, stage: Stage) -> None:
+        self._model, self._device, self._stage = model, device, stage
         self._head = len(device.units) - 1
 
-    def run_block(self, unit: int, hidden: Tensor, call: Call) -> Any:
+    def _run_block(self, unit: int, hidden: Tensor, call: Call, random: KeyedRandom) -> Any:
         """The block's raw output; its parameters must be in its slot."""
         slot = self._device.slots[unit]
         assert slot.module is not None
         slot.module.train(self._model.training)
-        self._random.enter(unit - 1)
+        random.enter(unit - 1)
         return slot.module(hidden, *call.args, **call.kwargs)
 
     def forward(self, op: Op, work: Work) -> None:
         """One micro-batch through the prologue or a block."""
         batch = work.batches[op.micro_batch]
-        self._random.at(work.window, batch.index)
+        work.random.at(work.window, batch.index)
         with torch.set_grad_enabled(work.training):
             if op.unit == 0:
-                work.prologues[op.micro_batch] = captured = self._prologue(batch)
+                work.prologues[op.micro_batch] = captured = self._prologue(batch, work.random)
                 output = captured.hidden
             else:
                 hidden = work.hidden[op.micro_batch].requires_grad_(work.training)
                 call = work.prologues[op.micro_batch].calls[op.unit - 1]
-                output = hidden_of(self.run_block(op.unit, hidden, call))
+                output = hidden_of(self._run_block(op.unit, hidden, call, work.random))
                 if work.training:
                     work.graphs[op.unit, op.micro_batch] = (hidden, get_gradient_edge(output))
         work.hidden[op.micro_batch] = self._device.keep_input(op, output.detach())
 
-    def _prologue(self, batch: MicroBatch) -> Captured:
+    def _prologue(self, batch: MicroBatch, random: KeyedRandom) -> Captured:
         stage = self._stage
         stage.mode = "capture"
-        self._random.enter(PROLOGUE)
+        random.enter(PROLOGUE)
         self._model.hidden_states(batch.input_ids, batch.position_ids, batch.cu_seqlens, batch.max_seqlen)
         assert stage.first is not None
         return Captured(stage.first, stage.calls)
@@ -107,11 +108,10 @@ class Compute:
         m, parameters = op.micro_batch, self._device.slots[op.unit].parameters
         if op.unit == 0:
             root: Any = work.prologues.pop(m).hidden
-            grads = torch.autograd.grad(root, parameters, work.gradients.pop(m))
-            if self._device.shared:
-                first, *rest = grads  # the shared weight is the embedding's first parameter
-                grads = (first + work.shared.pop(m), *rest)
+            grads = list(torch.autograd.grad(root, parameters, work.gradients.pop(m)))
+            if self._device.shared:  # the embedding's first parameter
+                grads[0] = grads[0] + work.shared.pop(m)
         else:
             x, edge = work.graphs.pop((op.unit, m))
-            work.gradients[m], *grads = torch.autograd.grad([edge], [x, *parameters], [work.gradients[m]])  # type: ignore[arg-type]
+            work.gradients[m], *grads = torch.autograd.grad([edge], [x, *parameters], [work.gradients[m]])
         self._device.add_gradients(op, grads, first=m == 0)

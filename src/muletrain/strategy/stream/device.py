@@ -60,24 +60,26 @@ class Device:
         """The embedding's weight, where the head computes with it."""
         self.pending: Pending | None = None
         self._formats, self._optimizer, self._seed, self._device = formats, optimizer, seed, device
-        most = max((piece.size for unit in units for piece in unit.pieces), default=0)
+        most = max((piece.size for unit in units if not unit.on_card for piece in unit.pieces), default=0)
         self._staging = [self._stage(most) for _ in range(plan.staging)]
         self._gradients: dict[tuple[int, ...], Tensor] = {}
         for number, (unit, buffer) in enumerate(zip(units, Layout(plan).gradients, strict=True)):
             if plan.units[number].trainable and buffer.index not in self._gradients:
                 self._gradients[buffer.index] = torch.zeros(unit.layout.size, dtype=formats.precision.master, device=device)
         self._inputs: list[Tensor] = []
-        self._host_inputs: list[Tensor] = []
+        self._host_inputs: dict[int, Tensor] = {}
 
     def _stage(self, elements: int) -> tuple[FlatState, Tensor]:
         state = self._formats.state.allocate(elements, self._device)
         return state, torch.zeros(elements, dtype=self._formats.gradient, device=self._device)
 
     def place_inputs(self, elements: int, positions: int, take: Take) -> None:
-        """Room for inputs that wait on the host: two units' on the device, all units' there. `elements` a micro-batch."""
+        """Room for inputs that wait on the host: two units' on the device; there, those of all blocks but the last, which
+        backward comes to before its input would be overwritten. `elements` a micro-batch."""
         dtype = self._formats.precision.compute
         self._inputs = [torch.zeros(positions, elements, dtype=dtype, device=self._device) for _ in range(2)]
-        self._host_inputs = [take(positions * elements, dtype).view(positions, elements) for _ in self.units]
+        sent = range(1, len(self.units) - 2)
+        self._host_inputs = {unit: take(positions * elements, dtype).view(positions, elements) for unit in sent}
 
     # --- parameters and state -------------------------------------------------------------------------------------
 

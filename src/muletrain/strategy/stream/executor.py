@@ -43,7 +43,7 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         self._streams: dict[Resource, torch.cuda.Stream] = {"compute": torch.cuda.current_stream(device)}
         for resource in ("update", "up", "down"):
-            self._streams[resource] = torch.cuda.Stream(device)  # type: ignore[index]
+            self._streams[resource] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._streams["host"] = self._streams["compute"]
         self.traced: list[tuple[Op, torch.cuda.Event, torch.cuda.Event]] | None = None
         """Start and end of each op on its stream, if set to a list before a run."""

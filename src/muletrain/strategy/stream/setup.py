@@ -48,7 +48,7 @@ class Built:
         self.input_room = (max(elements, self.input_room[0]), max(positions, self.input_room[1]))
         elements, positions = self.input_room
         dtype = self.device.slots[0].flat.dtype
-        size = len(self.device.units) * padded_bytes(elements * positions, dtype)
+        size = max(0, len(self.device.units) - 3) * padded_bytes(elements * positions, dtype)
         arena = HostArena(size, register=self.device.slots[0].flat.is_cuda)
         self.arenas.append(arena)
         self.device.place_inputs(elements, positions, arena.take)
@@ -105,7 +105,7 @@ def _units(model: CausalModel) -> list[Named]:
     owner = next(module for module in model.modules() if any(child is model.layers for child in module.children()))
     children = list(owner.children())
     behind = children[next(n for n, child in enumerate(children) if child is model.layers) + 1 :]
-    embedding = {id(p) for p in model.hf.get_input_embeddings().parameters()}  # type: ignore[operator]
+    embedding = {id(p) for p in model.hf.get_input_embeddings().parameters()}
     for module in (*behind, model.head):
         unit_of.update((id(p), last) for p in module.parameters() if id(p) not in embedding)
     units: list[Named] = [[] for _ in range(last + 1)]

@@ -12,7 +12,7 @@ happens anyway. `flush` applies what is pending before weights or state are read
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from muletrain.data.batch import MicroBatch
 from muletrain.metrics.memory import peak_memory_bytes
 from muletrain.models.causal import canonical_name
-from muletrain.schedule.build import build
+from muletrain.schedule.build import build, waves_of
 from muletrain.schedule.ops import Op, Schedule, StepShape
 from muletrain.spec.plan import StreamingPlan
 from muletrain.strategy.contract import StepContext, StepResult
@@ -34,6 +34,8 @@ from muletrain.strategy.stream.executor import Executor, InOrder, Streams
 from muletrain.strategy.stream.setup import Built, assemble
 from muletrain.strategy.update import Decision
 
+Mode = Literal["train", "evaluate", "flush"]
+
 
 class StreamedStrategy:
     """See strategy.contract.Strategy. One worker."""
@@ -44,15 +46,16 @@ class StreamedStrategy:
         prepare: Callable[[nn.Module], None],
         streaming: StreamingPlan,
         seed: int,
+        wave: int,
     ) -> None:
-        """`prepare` makes a slot's block run as the plan says."""
+        """`prepare` makes a slot's block run as the plan says; `wave`: micro-batches in a full step's largest wave."""
         m = materials
         self._model, self._torch_device, self._random = m.model, m.device, m.random
         self._updater, self._meter = m.updater, m.meter
         self._names = [canonical_name(name) for name, _ in m.model.named_parameters()]
         self._built: Built = assemble(materials, prepare, streaming, seed, self._run_layer)
-        self._device = self._built.device
-        self._compute = Compute(m.model, self._device, self._built.stage, m.random)
+        self._device, self._wave = self._built.device, wave
+        self._compute = Compute(m.model, self._device, self._built.stage)
         self.executor: Executor = Streams(m.device) if m.device.type == "cuda" else InOrder()
         self._schedules: dict[StepShape, Schedule] = {}
         self._norms = torch.zeros(len(self._names), dtype=torch.float64, device=m.device)
@@ -77,11 +80,12 @@ class StreamedStrategy:
             self._device.pending = Pending(decision.scalars, context.update)
         return result
 
-    def _run(self, micro_batches: Sequence[MicroBatch], mode: Any, window: int = 0) -> Work:
+    def _run(self, micro_batches: Sequence[MicroBatch], mode: Mode, window: int = 0) -> Work:
         device = self._torch_device
         batches = [on_device(batch, device) for batch in micro_batches]
         zero = torch.zeros((), dtype=torch.float64, device=device)
-        self._work = work = Work(batches, window, mode == "train", self._updater.scaler.factor, zero)
+        random = self._random if mode == "train" else KeyedRandom(0, enabled=False)
+        self._work = work = Work(batches, window, mode == "train", random, self._updater.scaler.factor, zero)
         shape = StepShape(
             micro_batches=tuple(batch.input_ids.numel() for batch in batches),
             sequence_length=batches[0].input_ids.shape[1] if batches else 1,
@@ -91,7 +95,7 @@ class StreamedStrategy:
         if shape not in self._schedules:
             self._schedules[shape] = build(self._device.plan, shape)
         if self._device.plan.inputs == "host" and batches:
-            self._built.ensure_inputs(max(shape.micro_batches), len(batches))
+            self._built.ensure_inputs(max(shape.micro_batches), max(map(len, waves_of(self._device.plan, shape))))
         self.executor.run(self._schedules[shape], self._do)
         self._device.pending, self._work = None, None
         return work
@@ -144,17 +148,16 @@ class StreamedStrategy:
     # --- beside steps -----------------------------------------------------------------------------------------------
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, int]:
-        """(loss sum, tokens) over all workers."""
+        """(loss sum, tokens) over all workers. Goes by groups of a training wave, which is what there is room for."""
         self.flush()
         self._model.eval()
-        random, self._compute._random = self._compute._random, KeyedRandom(0, enabled=False)
-        work = self._run(micro_batches, "evaluate") if micro_batches else None
-        self._compute._random = random
+        loss, tokens = 0.0, 0
+        for first in range(0, len(micro_batches), self._wave):
+            group = micro_batches[first : first + self._wave]
+            loss += float(self._run(group, "evaluate").loss_sum)
+            tokens += sum(batch.tokens for batch in group)
         self._model.train()
-        count = torch.tensor(float(sum(b.tokens for b in micro_batches)), dtype=torch.float64, device=self._torch_device)
-        loss = work.loss_sum if work else torch.zeros_like(count)
-        sums = self._updater.total(torch.stack([loss, count]))
-        return float(sums[0]), int(sums[1])
+        return loss, tokens
 
     def warm_up(self, micro_batch: MicroBatch) -> None:
         """Forward and backward of one batch, forgotten."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from muletrain.models.weights import WeightSource
-from muletrain.optim.flat import FlatLayout, FlatState, Region, StateFormat
+from muletrain.optim.flat import FlatLayout, FlatSegment, FlatState, Region, StateFormat
 from muletrain.optim.master import SplitMaster, join_master, split_master
 from muletrain.optim.moments import BLOCK, Moment, MomentFormat
 from muletrain.precision.policy import Precision
@@ -104,11 +104,8 @@ class HostUnit:
         segment, moment = self._segment(name), getattr(self.state, field)
         if moment.values.dtype == self._formats.precision.master:
             return segment.of(moment.values)
-        return (
-            self._moment_format(field)
-            .load(_blocks(moment, segment.start, segment.shape.numel()))[: segment.shape.numel()]
-            .view(segment.shape)
-        )
+        count = segment.shape.numel()
+        return self._moment_format(field).load(_blocks(moment, segment.start, count))[:count].view(segment.shape)
 
     @torch.no_grad()
     def set_moment(self, name: str, field: str, value: Tensor) -> None:
@@ -127,7 +124,7 @@ class HostUnit:
     def _moment_format(self, field: str) -> MomentFormat:
         return self._formats.state.first if field == "exp_avg" else self._formats.state.second
 
-    def _segment(self, name: str):  # type: ignore[no-untyped-def]
+    def _segment(self, name: str) -> FlatSegment:
         return next(segment for segment in self.layout.segments if segment.name == name)
 
 
