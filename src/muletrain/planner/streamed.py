@@ -139,7 +139,7 @@ def _card(shape: ModelShape, run: Footprint, plan: StreamPlan, step: StepShape) 
 
 def _host(run: Footprint, plan: StreamPlan, step: StepShape) -> list[LedgerItem]:
     state, sizes, wave = _formats(run), host_bytes(plan, step), step.micro_batches[0]
-    inputs = len(plan.units) * wave * plan.hidden * plan.working_bytes if plan.inputs == "host" else 0
+    rows = max(0, len(plan.units) - 3) if plan.inputs == "host" else 0  # all blocks but the last
     what = "parameters that stream" if run.streaming.on_card else "parameters"
     return _items(
         "host",
@@ -151,7 +151,7 @@ def _host(run: Footprint, plan: StreamPlan, step: StepShape) -> list[LedgerItem]
                 f"{state.beside_working:g} bytes x {what}: the rest of the master, two {run.streaming.moments} moments",
             ),
             ("gradients", sizes["gradients"], f"{state.gradient} bytes x {what}"),
-            ("inputs", inputs, f"{plan.working_bytes} bytes x hidden x {wave} tokens of a wave x {len(plan.units)} units"),
+            ("inputs", sizes["inputs"], f"{plan.working_bytes} bytes x hidden x {wave} tokens of a wave x {rows} blocks"),
             ("context", HOST_PROCESS_BYTES, "2 GiB: libraries, CUDA's host side"),
         ],
     )
