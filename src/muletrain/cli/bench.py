@@ -9,21 +9,21 @@ import typer
 
 PROFILED_STEPS = 3
 """Steps profiled on several GPUs; they come right after the first three, and none of these counts for speed."""
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure.")
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure training on this machine.")
 
 
 @app.callback()
 def bench() -> None:
-    """Measure."""
+    """Measure training on this machine."""
 
 
 @app.command()
 def scaling(
     recipe: Annotated[
-        Path | None, typer.Argument(metavar="[RECIPE]", help="A recipe; not needed with --runs.", show_default=False)
+        Path | None, typer.Argument(metavar="RECIPE", help="A recipe; not needed with --runs.", show_default=False)
     ] = None,
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe.", show_default=False)
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes to the recipe.", show_default=False)
     ] = None,
     workers: Annotated[str, typer.Option(help="Worker counts, e.g. 1,2,4.")] = "1,2",
     steps: Annotated[
@@ -37,7 +37,7 @@ def scaling(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
-    """Train the same recipe on several numbers of workers and show speed, memory and communication side by side."""
+    """Train one recipe on several numbers of workers. Shows speed, memory and communication side by side."""
     from muletrain.bench.scaling import markdown, save_table, table_of
     from muletrain.spec.errors import InputError
 

@@ -19,7 +19,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show, check
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, e.g. recipes/demo.yaml.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Changes, e.g. train.optimizer.learning_rate=1e-5.", show_default=False),
+    typer.Argument(metavar="KEY=VALUE", help="Changes, e.g. train.optimizer.learning_rate=1e-5.", show_default=False),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

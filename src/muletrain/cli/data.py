@@ -41,7 +41,7 @@ class Packing(StrEnum):
     none = "none"
 
 
-Sources = Annotated[list[str], typer.Argument(metavar="SOURCE...", help="Text files, folders, globs, JSONL or JSON files.")]
+Sources = Annotated[list[str], typer.Argument(metavar="SOURCE", help="Text files, folders, globs, JSONL or JSON files.")]
 TextKey = Annotated[str, typer.Option(help="The field of a JSON row that holds the text.")]
 Fraction = Annotated[float, typer.Option(min=0.0, max=0.5, help="Share of documents held out, by a hash of their content.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
@@ -72,7 +72,7 @@ def prepare(
 @app.command()
 def inspect(
     path: Annotated[str, typer.Argument(metavar="PATH_OR_RECIPE", help="A data set, a recipe, or a source of text.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to a recipe.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes to a recipe.")] = None,
     sequence_length: Annotated[
         str, typer.Option(help="Row length to pack for, e.g. 4k; without it, the recipe's or 2048.", show_default=False)
     ] = "",

@@ -10,7 +10,10 @@ import typer
 
 
 def command(
-    run_or_model: Annotated[Path, typer.Argument(help="A run folder (its newest checkpoint), a checkpoint or a model folder.")],
+    run_or_model: Annotated[
+        Path,
+        typer.Argument(metavar="RUN_OR_MODEL", help="A run folder (its newest checkpoint), a checkpoint or a model folder."),
+    ],
     prompt: Annotated[str, typer.Option(help="The text to continue.")] = "",
     max_tokens: Annotated[int, typer.Option(help="Most tokens to add.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token; more is more varied.")] = 0.0,

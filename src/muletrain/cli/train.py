@@ -29,7 +29,7 @@ def command(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, e.g. recipes/demo.yaml.", show_default=False)],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Changes, e.g. train.optimizer.learning_rate=1e-5.", show_default=False),
+        typer.Argument(metavar="KEY=VALUE", help="Changes, e.g. train.optimizer.learning_rate=1e-5.", show_default=False),
     ] = None,
     stop_after: Annotated[
         int, typer.Option(min=0, help="Save and stop after this many updates, as a signal would; 0: train to the end.")
@@ -38,7 +38,7 @@ def command(
         int, typer.Option(min=0, help="On several GPUs: steps to profile for the communication share (mule bench does this).")
     ] = 0,
 ) -> None:
-    """Train a model as a recipe says; the same command continues a run that stopped."""
+    """Train a model as a recipe says. The same command continues a run that stopped."""
     from muletrain.cli.pipe import enduring_output
     from muletrain.config.load import load_recipe
 
