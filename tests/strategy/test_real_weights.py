@@ -16,7 +16,7 @@ from tests.families.smollm import FOLDER_VARIABLE, smollm_folder
 from tests.families.tiny import model_plan
 from tests.strategy.runs import Run, start
 
-STEPS, LENGTH, RATE = 20, 192, 2e-5
+STEPS, LENGTH, RATE = 20, 96, 2e-5
 
 
 def text_rows(tokenizer: object, first: int, count: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muletrain.optim.adamw import UpdateScalars, decayed, new_values
+from muletrain.optim.adamw import CPU_CHUNK, UpdateScalars, decayed, new_values
 from muletrain.optim.master import SplitMaster, join_bits, split_bits
 from muletrain.optim.moments import BLOCK, Moment, MomentFormat, MomentKind, blocked, moment_formats
 from muletrain.optim.rounding import halves, keyed_bits
@@ -182,6 +182,13 @@ def update_piece(
     n, device = grad.numel(), grad.device
     if n % BLOCK or start % BLOCK:
         raise ValueError(f"piece of {n} elements from {start}: blocks have {BLOCK} elements")
+    if n > CPU_CHUNK and not grad.is_cuda:
+        for first in range(0, n, CPU_CHUNK):
+            last = min(n, first + CPU_CHUNK)
+            working = None if working_out is None else working_out[first:last]
+            part, summed, place_in_unit = state.part(first, last), grad[first:last], start + first
+            update_piece(part, summed, scalars, section, decay=decay, key=key, start=place_in_unit, working_out=working)
+        return
     # Filled on the device: a copy of two numbers would queue behind the parameters on the link.
     place = (torch.full((), key, device=device), torch.full((), start, device=device))
     numbers = (scalars.gradient_scale, scalars.step_size, scalars.inverse_bias2, scalars.keep if decay else scalars.one)
