@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from muletrain.config.environment import cache_dir, torchrun_place, traceback_wanted, visible_devices
+from muletrain.config.environment import cache_dir, limit_spinning, torchrun_place, traceback_wanted, visible_devices
 from muletrain.spec.errors import InputError
 
 TORCHRUN = {
@@ -61,3 +61,16 @@ def test_torchrun_place() -> None:
 def test_broken_torchrun_is_named(change: dict[str, str], message: str) -> None:
     with pytest.raises(InputError, match=message):
         torchrun_place(TORCHRUN | change)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"GOMP_SPINCOUNT": "1000"}),
+        ({"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7"}),
+        ({"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active"}),
+    ],
+)
+def test_threads_spin_for_a_bounded_time_unless_the_user_chose(before: dict[str, str], after: dict[str, str]) -> None:
+    limit_spinning(before)
+    assert before == after

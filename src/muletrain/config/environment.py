@@ -1,4 +1,4 @@
-"""The environment variables the program listens to; no other file reads any (held by a test).
+"""The environment variables the program listens to, and the one it sets; no other file reads any (held by a test).
 
 A switch is read by its value, never by its presence: `=0`, `=false`, `=no`, `=off` and `=` are all off, nonsense is an error.
 Libraries read their own (HF_HOME, NO_COLOR, OMP_NUM_THREADS); they are not repeated here.
@@ -7,7 +7,7 @@ Libraries read their own (HF_HOME, NO_COLOR, OMP_NUM_THREADS); they are not repe
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from muletrain.spec.errors import InputError
@@ -31,6 +31,16 @@ def traceback_wanted(environment: Mapping[str, str] = os.environ) -> bool:
 def visible_devices(environment: Mapping[str, str] = os.environ) -> str | None:
     """$CUDA_VISIBLE_DEVICES as it stands; None: all."""
     return environment.get("CUDA_VISIBLE_DEVICES")
+
+
+def limit_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Bounds how long PyTorch's CPU threads spin while they wait for each other; call before torch is imported.
+
+    By default they spin for milliseconds: on cores that other work shares, most of the time goes by with threads waiting for one
+    that is not running (docs/LOG.md). A thousand turns cost a quiet machine nearly nothing. The user's own choice wins.
+    """
+    if "OMP_WAIT_POLICY" not in environment:
+        environment.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def torchrun_place(environment: Mapping[str, str] = os.environ) -> WorkerPlace | None:
