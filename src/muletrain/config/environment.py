@@ -36,8 +36,8 @@ def visible_devices(environment: Mapping[str, str] = os.environ) -> str | None:
 def limit_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
     """Bounds how long PyTorch's CPU threads spin while they wait for each other; call before torch is imported.
 
-    By default they spin for milliseconds: on cores that other work shares, most of the time goes by with threads waiting for one
-    that is not running (docs/LOG.md). A thousand turns cost a quiet machine nearly nothing. The user's own choice wins.
+    By default they spin for milliseconds: on cores that other work shares, most of the time goes by with threads waiting for
+    one that is not running (docs/LOG.md). A thousand turns cost a quiet machine nearly nothing. The user's own choice wins.
     """
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", "1000")
