@@ -59,6 +59,13 @@ def test_what_was_not_measured_is_never_zero(finished):
     assert "Overlapped communication is not measured" in text
 
 
+def test_an_efficiency_over_100_percent_is_no_gain(finished):
+    disturbed = table_of([finished(1, [1.0] * 4), finished(3, [40.0] * 4)])
+    assert any("something else slowed the first row down" in note for note in disturbed.notes)
+    sound = table_of([finished(1, [5.0] * 4, name="a"), finished(3, [4.0] * 4, name="b")])
+    assert not any("slowed" in note for note in sound.notes)
+
+
 def test_shared_cores_are_said_plainly_and_gpus_are_not_accused(finished):
     cpu = table_of([finished(1, [5.0] * 4), finished(3, [4.0] * 4)])
     assert any("No speed-up is to be expected" in note and "2 CPU cores" in note for note in cpu.notes)

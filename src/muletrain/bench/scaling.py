@@ -153,6 +153,11 @@ def _notes(rows: Sequence[ScalingRow], machine: Machine) -> list[str]:
             "Overlapped communication is not measured: on a CPU (gloo) it cannot be seen; on GPUs it comes from a profile of "
             "a few steps, which mule bench asks for and a plain run does not."
         )
+    base = rows[0]
+    if any(row.tokens_per_s / base.tokens_per_s > 1.1 * row.workers / base.workers for row in rows):
+        notes.append(
+            "An efficiency well over 100 % is no gain: something else slowed the first row down. Measure again on a quiet machine."
+        )
     if len({row.tokens_per_step for row in rows}) > 1:
         notes.append("The runs differ in tokens a step, so this is not the same work: compare tokens/s with care.")
     return notes
