@@ -156,7 +156,8 @@ def _notes(rows: Sequence[ScalingRow], machine: Machine) -> list[str]:
     base = rows[0]
     if any(row.tokens_per_s / base.tokens_per_s > 1.1 * row.workers / base.workers for row in rows):
         notes.append(
-            "An efficiency well over 100 % is no gain: something else slowed the first row down. Measure again on a quiet machine."
+            "An efficiency well over 100 % is no gain: something else slowed the first row down. Measure again on a quiet "
+            "machine."
         )
     if len({row.tokens_per_step for row in rows}) > 1:
         notes.append("The runs differ in tokens a step, so this is not the same work: compare tokens/s with care.")
