@@ -36,6 +36,41 @@ def test_every_layout_gives_the_resident_bits(models: dict[str, ModelPlan], fami
     assert train_alone(replace(run, strategy="streamed", streaming=layout)) == train_alone(run)
 
 
+MLA_AND_EXPERTS = {
+    "model_type": "deepseek_v2",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_shared_experts": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.0,
+    "topk_method": "greedy",
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:4], ids=str)
+def test_layers_that_differ_have_slots_by_kind(models: dict[str, ModelPlan], layout: dict[str, Any]) -> None:
+    """DeepSeek-V2's first block is dense, the others have experts and all have unequal head sizes: the same bits still."""
+    model = models["llama"].model_copy(update={"config": MLA_AND_EXPERTS, "weights": "random"})
+    run = Run(model, compute="fp32", rate=1e-3, steps=4)
+    streamed = start(replace(run, strategy="streamed", streaming=layout))
+    assert len({slot.flat.numel() for slot in streamed._device.slots[1:4]}) == 2  # type: ignore[attr-defined]
+    assert curve(advance(streamed, run, 0, 4)) == train_alone(run)
+
+
 def test_without_clipping_too(models: dict[str, ModelPlan]) -> None:
     run = Run(models["qwen3"], compute="fp32", rate=1e-3, steps=6, clip_norm=0.0)
     assert train_alone(replace(run, strategy="streamed", streaming={"waves": 2})) == train_alone(run)
