@@ -93,7 +93,7 @@ class Poisoning:
         self._inner.run(schedule, poisoned)
 
 
-SEEDS = int(os.environ.get("MULETRAIN_TEST_SEEDS", "12"))
+SEEDS = int(os.environ.get("MULETRAIN_TEST_SEEDS", "200"))
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
