@@ -4,7 +4,7 @@ A model's own forward then serves three purposes, by the mode of the `Stage` tha
 
   capture  each proxy returns its input and records its arguments: what runs is the prologue (embedding, masks, rotary)
   replay   the last proxy returns the final hidden state it was given: what runs is the epilogue (norm)
-  run      each proxy has its block fetched and calls it (evaluation)
+  run      each proxy has its block fetched out of turn and calls it; so the shape of a family's output is learnt
 
 So nothing of a family's code is written again here. Rejected: calling layers with arguments of our own making, which every
 family and every Transformers release would break.
