@@ -272,6 +272,7 @@ def test_O16_a_broken_driver_stops_no_run_on_the_cpu(tmp_path, shared, monkeypat
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho NVIDIA-SMI has failed; exit 9\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     plan, _ = _decide(load_recipe(shared, ["parallel.device=cpu"]), None)
     assert plan.parallel.device == "cpu"
     with pytest.raises(
