@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from muletrain.spec.value import Value
+
+Dtype = Literal["bf16", "fp16", "fp32", "tf32", "fp64"]
 
 
 class Gpu(Value):
@@ -15,6 +19,123 @@ class Gpu(Value):
     driver: str
 
 
+class Sample(Value):
+    """A value measured several times."""
+
+    median: float
+    low: float
+    high: float
+    n: int
+
+    @property
+    def spread(self) -> float:
+        """(highest - lowest) / median."""
+        return (self.high - self.low) / self.median if self.median else 0.0
+
+
+class MatmulRate(Value):
+    """A product of m x k and k x n."""
+
+    dtype: Dtype
+    m: int
+    k: int
+    n: int
+    flops_s: Sample
+    """2 m k n over its time."""
+
+
+class AttentionRate(Value):
+    """Causal attention of `rows` sequences, with the kernel that training uses."""
+
+    dtype: Dtype
+    rows: int
+    sequence: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    forward_flops_s: Sample
+    """Over 2 x rows x sequence^2 x heads x head_dim: both products, the causal half."""
+    backward_flops_s: Sample
+    """Over 2.5 times that: five products for two, the scores' recomputation included."""
+
+
+class ComputeRates(Value):
+    """What one kind of card, or the processor, computes."""
+
+    device: str
+    """The card's name as the driver gives it; "cpu" for the processor."""
+    matmuls: tuple[MatmulRate, ...]
+    attention: tuple[AttentionRate, ...]
+    memory_bytes_s: Sample
+    """Own memory, read and written by a pass over one large array into another."""
+    kernel_s: Sample
+    """The least time from one operation to the next, of many tiny ones in a row."""
+
+
+class LinkRates(Value):
+    """Between host memory that is registered with the driver and one card, bytes a second."""
+
+    gpu: int
+    """Place in Machine.gpus."""
+    up: Sample
+    """Host to card, alone."""
+    down: Sample
+    """Card to host, alone."""
+    both: Sample
+    """Both directions together, both busy."""
+    copy_s: Sample
+    """A copy of a few bytes: what starting one costs."""
+
+
+class PeerRates(Value):
+    """From one card to another."""
+
+    source: int
+    target: int
+    direct: bool
+    """The driver lets them reach each other's memory; otherwise copies pass through host memory."""
+    bytes_s: Sample
+    equal: bool
+    """All bytes arrived as they were sent."""
+
+
+class HostCopy(Value):
+    """Host memory to host memory."""
+
+    threads: int
+    bytes_s: Sample
+    """Bytes copied; each is read once and written once."""
+
+
+class DiskRates(Value):
+    """Files of one folder, bytes a second, as a checkpoint or a token store sees them."""
+
+    folder: str
+    write_bytes_s: Sample
+    """Until the device says that it has them (fsync)."""
+    read_bytes_s: Sample
+    """After the kernel was asked to forget them."""
+
+
+class Measured(Value):
+    """What a box really does."""
+
+    taken: str
+    """UTC, ISO 8601."""
+    torch: str
+    """PyTorch's version, with CUDA's."""
+    seconds: float
+    """How long measuring took."""
+    compute: tuple[ComputeRates, ...]
+    """One for each kind of card, and the processor's."""
+    links: tuple[LinkRates, ...]
+    peers: tuple[PeerRates, ...]
+    host_copy: tuple[HostCopy, ...]
+    disks: tuple[DiskRates, ...]
+    missing: tuple[str, ...]
+    """What was not measured, and why."""
+
+
 class Machine(Value):
     """One box. Sizes are what the box has; a recipe's limits are applied by the planner."""
 
@@ -25,3 +146,5 @@ class Machine(Value):
     host_memory_bytes: int
     """Usable host memory: the smaller of physical memory and the container's limit."""
     gpus: tuple[Gpu, ...] = ()
+    measured: Measured | None = None
+    """By `mule probe`; None: nothing was measured, and plans use the catalogue's rates."""
