@@ -59,7 +59,7 @@ def _states(shape: ModelShape, run: Footprint) -> list[Part]:
 
 def _rest(shape: ModelShape) -> int:
     """Parameters outside the blocks: embedding, head, last norm."""
-    return shape.parameters - shape.layers * shape.block_parameters
+    return shape.outside_blocks
 
 
 def _resident(shape: ModelShape, run: Footprint) -> list[Part]:

@@ -35,8 +35,7 @@ def unit_parameters(shape: ModelShape) -> tuple[int, ...]:
     """Parameters by unit: embedding (and what else runs before the blocks), blocks, head with the final norm."""
     norm = 2 * shape.hidden if shape.family == "gpt2" else shape.hidden  # gpt2's has a bias
     head = norm + (0 if shape.tied else shape.vocab * shape.hidden)
-    embedding = shape.parameters - shape.layers * shape.block_parameters - head
-    return (embedding, *[shape.block_parameters] * shape.layers, head)
+    return (shape.outside_blocks - head, *shape.block_sizes, head)
 
 
 def layouts(shape: ModelShape, asked: StreamingPlan) -> tuple[StreamingPlan, ...]:
