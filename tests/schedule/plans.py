@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from muletrain.schedule.ops import Schedule, StepShape, StreamPlan, UnitShape
-from muletrain.schedule.simulate import Rates
+from muletrain.schedule.rates import Rates
 
 
 def unit(

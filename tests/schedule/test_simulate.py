@@ -8,7 +8,8 @@ import pytest
 
 from muletrain.schedule.build import build
 from muletrain.schedule.ops import Op, Schedule, ScheduleError, StepShape
-from muletrain.schedule.simulate import Rates, Timeline, link_bound_s, simulate, simulate_steady
+from muletrain.schedule.rates import Rates
+from muletrain.schedule.simulate import Timeline, link_bound_s, simulate, simulate_steady
 from tests.schedule.plans import BIG_RATES, plan, random_case, seven_billion, step, unit
 
 UNIT_RATES = Rates(compute_flops=10, up_bytes_s=1, down_bytes_s=1, both_bytes_s=1, memory_bytes_s=5)

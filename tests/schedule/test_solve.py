@@ -8,7 +8,8 @@ import pytest
 
 from muletrain.schedule.memory import card_bytes, host_bytes
 from muletrain.schedule.ops import StepShape, StreamPlan
-from muletrain.schedule.simulate import Rates, simulate_steady
+from muletrain.schedule.rates import Rates
+from muletrain.schedule.simulate import simulate_steady
 from muletrain.schedule.solve import Box, choose, least_s, wave_choices
 from muletrain.spec.errors import DoesNotFitError
 from tests.schedule.plans import BIG_RATES, plan, random_case, seven_billion, unit

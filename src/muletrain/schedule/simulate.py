@@ -1,8 +1,9 @@
 """Walks a schedule with rates: when each op starts and ends, and so how long a step takes and what it waits for.
 
-Event-driven: each resource does its ops one after another, an op starts when its resource is free and all in `after` are done.
-The two directions of the link share it when both are busy. What is not modelled: that the update's memory traffic slows compute
-(under 2 % of it on the cards at hand), and what the host does between steps: a step starts when the one before is complete.
+How long an op takes alone is said in rates.py. Event-driven: each resource does its ops one after another, an op starts when
+its resource is free and all in `after` are done. The two directions of the link share it when both are busy. What is not
+modelled: that the update's memory traffic slows compute (under 2 % of it on the cards at hand), and what the host does between
+steps: a step starts when the one before is complete.
 """
 
 from __future__ import annotations
@@ -12,29 +13,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from muletrain.schedule.build import build
-from muletrain.schedule.ops import Op, Resource, Schedule, ScheduleError, StepShape, StreamPlan
+from muletrain.schedule.ops import Resource, Schedule, ScheduleError, StepShape, StreamPlan
 from muletrain.schedule.program import NUMBER, RESOURCES
-from muletrain.spec.value import Value
+from muletrain.schedule.rates import Rates, alone_s
 
 _UP: Final = NUMBER["up"]
 _DOWN: Final = NUMBER["down"]
-
-
-class Rates(Value):
-    """What a box does, measured by the probe or taken from the catalogue, never from the run that is predicted."""
-
-    compute_flops: float
-    """FLOP/s of the model's own forward and backward."""
-    up_bytes_s: float
-    """Host to card, alone."""
-    down_bytes_s: float
-    """Card to host, alone."""
-    both_bytes_s: float
-    """Both directions together when both are busy; each gets its share as the rates alone are to each other."""
-    memory_bytes_s: float
-    """Device memory, read and written."""
-    op_overhead_s: float = 0.0
-    """Added to every op."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +45,8 @@ class Timeline:
 
 def simulate(schedule: Schedule, rates: Rates) -> Timeline:
     """The timeline of `schedule` at `rates`. Raises ScheduleError if the ops wait for each other in a circle."""
-    start, end = _walk(schedule.ops, rates)
+    alone = [alone_s(op, schedule, rates) for op in schedule.ops]
+    start, end = _walk(schedule, alone, rates)
     busy: dict[Resource, float] = dict.fromkeys(RESOURCES, 0.0)
     for op, s, e in zip(schedule.ops, start, end, strict=True):
         busy[op.resource] += e - s
@@ -73,7 +58,7 @@ def simulate(schedule: Schedule, rates: Rates) -> Timeline:
         busy_s=busy,
         exposed_s=step_s - busy["compute"],
         tokens=sum(schedule.step.micro_batches),
-        bound_s=_bound(schedule.ops, rates),
+        bound_s=_bound(schedule, alone, rates),
     )
 
 
@@ -83,25 +68,16 @@ def simulate_steady(plan: StreamPlan, step: StepShape, rates: Rates) -> Timeline
     return simulate(build(plan, step.model_copy(update={"pending": pending})), rates)
 
 
-def _alone_s(op: Op, rates: Rates) -> float:
-    """An op's time without overhead and without company on the link."""
-    if op.resource == "up":
-        return op.size_bytes / rates.up_bytes_s
-    if op.resource == "down":
-        return op.size_bytes / rates.down_bytes_s
-    return op.flops / rates.compute_flops + op.memory_bytes / rates.memory_bytes_s
-
-
 def _slowdown(rates: Rates) -> float:
     """By how much both directions get slower when both are busy, at least 1."""
     return max(1.0, (rates.up_bytes_s + rates.down_bytes_s) / rates.both_bytes_s)
 
 
-def _bound(ops: tuple[Op, ...], rates: Rates) -> float:
-    alone: dict[Resource, float] = dict.fromkeys(RESOURCES, 0.0)
-    for op in ops:
-        alone[op.resource] += _alone_s(op, rates)
-    return max(alone["compute"], alone["update"], link_bound_s(alone["up"], alone["down"], rates))
+def _bound(schedule: Schedule, alone: list[float], rates: Rates) -> float:
+    total: dict[Resource, float] = dict.fromkeys(RESOURCES, 0.0)
+    for op in schedule.ops:
+        total[op.resource] += alone[op.id]
+    return max(total["compute"], total["update"], link_bound_s(total["up"], total["down"], rates))
 
 
 def link_bound_s(up_s: float, down_s: float, rates: Rates) -> float:
@@ -111,8 +87,9 @@ def link_bound_s(up_s: float, down_s: float, rates: Rates) -> float:
     return min(short * _slowdown(rates) + long - short, short + long)
 
 
-def _walk(ops: tuple[Op, ...], rates: Rates) -> tuple[list[float], list[float]]:
+def _walk(schedule: Schedule, alone: list[float], rates: Rates) -> tuple[list[float], list[float]]:
     """Start and end by op. Work is in seconds alone; a link op's work shrinks slower while the other direction is busy."""
+    ops = schedule.ops
     count = len(ops)
     waiting = [len(op.after) for op in ops]
     then: list[list[int]] = [[] for _ in ops]
@@ -133,7 +110,7 @@ def _walk(ops: tuple[Op, ...], rates: Rates) -> tuple[list[float], list[float]]:
             if left[r] == math.inf and heads[r] < len(queues[r]) and waiting[queues[r][heads[r]]] == 0:
                 op = ops[queues[r][heads[r]]]
                 start[op.id] = now
-                left[r] = _alone_s(op, rates) + rates.op_overhead_s
+                left[r] = alone[op.id] + rates.op_overhead_s
         speed[_UP] = speed[_DOWN] = shared if left[_UP] < math.inf and left[_DOWN] < math.inf else 1.0
         passed, first = min((left[r] / speed[r], r) for r in touched)
         if passed == math.inf:

@@ -17,9 +17,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from muletrain.schedule.build import waves_of
 from muletrain.schedule.memory import card_bytes, host_bytes, wave_positions
 from muletrain.schedule.ops import Placement, StepShape, StreamPlan
-from muletrain.schedule.simulate import Rates, Timeline, link_bound_s, simulate_steady
+from muletrain.schedule.rates import Rates, backward_s, forward_s
+from muletrain.schedule.simulate import Timeline, link_bound_s, simulate_steady
 from muletrain.spec.errors import DoesNotFitError
 from muletrain.spec.value import Value
 
@@ -97,11 +99,9 @@ def least_s(plan: StreamPlan, step: StepShape, rates: Rates) -> float:
     link; with updates at the next fetch, all state first and then what must wait for it, which is all but one forward."""
     tokens = sum(step.micro_batches)
     next_fetch = plan.update == "next_fetch"
-    flops = up = down = state_up = state_down = forward = 0.0
+    compute = up = down = state_up = state_down = 0.0
     for u, unit in enumerate(plan.units):
-        times = _forwards(plan, u)
-        flops += times * unit.forward_flops_a_token * tokens
-        forward += unit.forward_flops_a_token * wave_positions(plan, step)
+        compute += sum(_compute_s(plan, u, m, rates) for m in step.micro_batches)
         moved = _sent_a_token(plan, u) * tokens
         up += moved
         down += moved
@@ -110,23 +110,24 @@ def least_s(plan: StreamPlan, step: StepShape, rates: Rates) -> float:
             state_down += unit.parameters * plan.state_down_bytes
             down += unit.parameters * (plan.gradient_bytes if next_fetch else 0)
     link = link_bound_s((up + state_up) / rates.up_bytes_s, (down + state_down) / rates.down_bytes_s, rates)
-    least = max(flops / rates.compute_flops, link)
+    least = max(compute, link)
     if next_fetch and step.mode == "train":
         # A piece is fetched when the one that had its staging buffer is published.
         unpublished = plan.staging * max(piece for unit in plan.units for piece in unit.pieces) * plan.state_down_bytes
         published = max(0.0, state_down - unpublished)
         first = link_bound_s(state_up / rates.up_bytes_s, published / rates.down_bytes_s, rates)
-        least = max(least, first + (flops - forward) / rates.compute_flops)
+        forward = max(
+            sum(forward_s(plan, u, step.micro_batches[m], rates) for u in range(len(plan.units)) for m in wave)
+            for wave in waves_of(plan, step)
+        )
+        least = max(least, first + compute - forward)
     return (1 - 1e-6) * least  # rounding of pieces to whole bytes is far below a part in a million
 
 
-def _forwards(plan: StreamPlan, unit: int) -> float:
-    """Arithmetic of a unit in a step over that of its forward."""
-    trainable = plan.units[unit].trainable
-    if unit == 0 and not trainable:
-        return 1.0
-    again = plan.activations[unit] == "recompute" and unit < len(plan.units) - 1
-    return (3.0 if trainable else 2.0) + (plan.recompute_factor if again else 0.0)
+def _compute_s(plan: StreamPlan, unit: int, tokens: int, rates: Rates) -> float:
+    """One micro-batch through a unit and back."""
+    back = unit > 0 or plan.units[0].trainable
+    return forward_s(plan, unit, tokens, rates) + (backward_s(plan, unit, tokens, rates) if back else 0.0)
 
 
 def _sent_a_token(plan: StreamPlan, unit: int) -> int:
@@ -218,7 +219,8 @@ def _filled(layout: StreamPlan, policies: dict[int, Policy], step: StepShape, bo
     wave = wave_positions(plan, step)
     units = layout.units
     rest = [u for u in range(1, len(units) - 1) if u not in policies]
-    rest.sort(key=lambda u: (-units[u].forward_flops_a_token / max(1, units[u].kept_bytes_a_token), -u))
+    again = [box.rates.of_unit(plan, u).recompute.token_s for u in range(len(units))]
+    rest.sort(key=lambda u: (-again[u] / max(1, units[u].kept_bytes_a_token), -u))
     kept = dict(policies)
     for u in rest:
         size = units[u].kept_bytes_a_token * wave

@@ -1,0 +1,213 @@
+"""Time that a model's own arithmetic takes on one device, by part: products, attention, passes over memory, starts.
+
+All of one micro-batch. h hidden, w attention width, k key/value width, f feed-forward, V vocabulary, t tokens of a micro-batch,
+c bytes of a number in the compute format, m in the master format.
+
+  products     each matrix of a block once forward (t x in x out), once for its input's gradient, once for its own; recomputing
+               spares the last, whose output nothing needs
+  attention    over whole rows: packed documents are shorter and take less
+  passes       numbers read and written by a block's other kernels, as a compiler fuses them. Forward: norms with the residual
+               sums before them 6h, the last sum 3h, rotary 2(w + k), activation 3f. Backward: 11h, 2(w + k), 5f. Recomputing:
+               forward without the last sum. Eager blocks make 3.5 times as many (norms in fp32 step by step, rotary in six)
+  sums         a parameter's gradient joins the step's sum: c + m bytes for the first micro-batch, c + 2m for later ones
+  head         three products a chunk of tokens; its logits are passed over four times; its gradient is summed over chunks in m
+               bytes, rounded, scaled and summed over micro-batches
+  starts       operations x the time from one to the next, as far as that exceeds their work: a host that is slower than the
+               device. Counted: 14 forward and 34 backward of a compiled block, 45 and 110 of an eager one
+
+Rates come from planner.speed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from muletrain.planner.footprint import Footprint
+from muletrain.planner.speed import Speed
+from muletrain.planner.streamed import unit_parameters
+from muletrain.schedule.rates import Rates, Span, UnitTime
+from muletrain.spec.errors import InputError
+from muletrain.spec.model_shape import ModelShape
+
+EAGER_PASSES: Final = 3.5
+STARTS: Final = {True: (14, 34), False: (45, 110)}
+"""Operations of a block forward and backward, by whether it is compiled."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds by part."""
+
+    matmul_s: float = 0.0
+    attention_s: float = 0.0
+    elementwise_s: float = 0.0
+    launch_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """All parts; they run one after another."""
+        return self.matmul_s + self.attention_s + self.elementwise_s + self.launch_s
+
+    def __add__(self, other: Parts) -> Parts:
+        return Parts(
+            self.matmul_s + other.matmul_s,
+            self.attention_s + other.attention_s,
+            self.elementwise_s + other.elementwise_s,
+            self.launch_s + other.launch_s,
+        )
+
+    def times(self, count: float) -> Parts:
+        """`count` of them."""
+        return Parts(count * self.matmul_s, count * self.attention_s, count * self.elementwise_s, count * self.launch_s)
+
+
+@dataclass(frozen=True)
+class UnitParts:
+    """One unit of the model and one micro-batch."""
+
+    forward: Parts
+    recompute: Parts = field(default_factory=Parts)
+    input_gradient: Parts = field(default_factory=Parts)
+    weight_gradient: Parts = field(default_factory=Parts)
+    sums: Parts = field(default_factory=Parts)
+    """Adding up parameter gradients: the same for any number of tokens."""
+
+    def step(self, *, recompute: bool) -> Parts:
+        """Forward and backward, all parameters trained."""
+        total = self.forward + self.input_gradient + self.weight_gradient + self.sums
+        return total + self.recompute if recompute else total
+
+
+def block_time(shape: ModelShape, run: Footprint, speed: Speed) -> UnitParts:
+    """Of one block."""
+    c, tokens = run.bytes_of[1], run.tokens
+    products = block_products(shape)
+    forward_s = [speed.product_s(tokens, inputs, outputs) for inputs, outputs in products]
+    attention = [
+        speed.attention_s(run.micro_batch, run.sequence_length, shape.heads, shape.head_dim, backward=backward)
+        for backward in (False, True)
+    ]
+    pass_s = c * tokens * (1.0 if run.compiled else EAGER_PASSES) / speed.memory_bytes_s
+    turned = 0 if shape.family == "gpt2" else 2 * (shape.heads + shape.kv_heads) * shape.head_dim
+    gates = 0 if shape.family == "gpt2" else shape.ffn
+    starts, back_starts = STARTS[run.compiled]
+    copied = 2 * shape.hidden if run.strategy == "streamed" and run.streaming.inputs == "host" else 0
+    again = 6 * shape.hidden + turned + 2 * shape.ffn + gates
+    forward = Parts(sum(forward_s), attention[0], (again + 3 * shape.hidden + copied) * pass_s)
+    input_gradient = Parts(
+        sum(speed.product_s(tokens, outputs, inputs) for inputs, outputs in products),
+        attention[1],
+        (11 * shape.hidden + turned + 3 * shape.ffn + 2 * gates) * pass_s,
+    )
+    return UnitParts(
+        forward=_started(forward, starts, speed),
+        recompute=_started(Parts(sum(forward_s[:-1]), attention[0], again * pass_s), starts - 1, speed),
+        input_gradient=_started(input_gradient, back_starts, speed),
+        weight_gradient=Parts(sum(speed.product_s(outputs, tokens, inputs) for inputs, outputs in products)),
+        sums=_sums(shape.block_parameters, run, speed),
+    )
+
+
+def block_products(shape: ModelShape) -> list[tuple[int, int]]:
+    """(inputs, outputs) of a block's matrices, the last one last."""
+    h, width, kv_width = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    if shape.family == "gpt2":
+        return [(h, width + 2 * kv_width), (width, h), (h, shape.ffn), (shape.ffn, h)]
+    return [(h, width), (h, kv_width), (h, kv_width), (width, h), (h, shape.ffn), (h, shape.ffn), (shape.ffn, h)]
+
+
+def head_time(shape: ModelShape, run: Footprint, speed: Speed) -> UnitParts:
+    """Of the final norm, the head and the loss, chunk by chunk."""
+    m, c = run.bytes_of
+    chunk = min(run.loss_chunk, run.tokens)
+    chunks, table = run.tokens / chunk, shape.vocab * shape.hidden
+    made = Parts(
+        chunks * speed.product_s(chunk, shape.hidden, shape.vocab),
+        elementwise_s=(4 * shape.vocab + 4 * shape.hidden) * c * run.tokens / speed.memory_bytes_s,
+    )
+    summed = chunks * 2 * m * table / speed.memory_bytes_s
+    once = (m + (m + c if m > c else 0) + 2 * c) * table / speed.memory_bytes_s  # zeroed, rounded, scaled
+    return UnitParts(
+        forward=_started(made, round(chunks) * 3 + 2, speed),
+        input_gradient=Parts(
+            chunks * speed.product_s(chunk, shape.vocab, shape.hidden),
+            elementwise_s=5 * shape.hidden * c * run.tokens / speed.memory_bytes_s,
+        ),
+        weight_gradient=Parts(chunks * speed.product_s(shape.vocab, chunk, shape.hidden), elementwise_s=summed),
+        sums=Parts(elementwise_s=once) + _sums(unit_parameters(shape)[-1], run, speed),
+    )
+
+
+def embedding_time(shape: ModelShape, run: Footprint, speed: Speed) -> UnitParts:
+    """Of the look-up; backward fills a gradient of the whole table."""
+    c, parameters = run.bytes_of[1], unit_parameters(shape)[0]
+    row_s = 2 * shape.hidden * c * run.tokens / speed.memory_bytes_s
+    return UnitParts(
+        forward=_started(Parts(elementwise_s=row_s), 5, speed),
+        weight_gradient=_started(Parts(elementwise_s=2 * row_s), 8, speed),
+        sums=Parts(elementwise_s=c * parameters / speed.memory_bytes_s) + _sums(parameters, run, speed),
+    )
+
+
+def compute_time(shape: ModelShape, run: Footprint, speed: Speed) -> Parts:
+    """One worker's forward and backward of a step, all its micro-batches, without the optimizer."""
+    recompute = run.activations == "recompute"
+    block = block_time(shape, run, speed).step(recompute=recompute).times(shape.layers)
+    outer = embedding_time(shape, run, speed).step(recompute=False) + head_time(shape, run, speed).step(recompute=False)
+    return (block + outer).times(run.rounds)
+
+
+def optimizer_s(parameters: float, run: Footprint, speed: Speed) -> float:
+    """AdamW over `parameters` that this device updates, gradient norm included: master and both moments read and written, the
+    gradient read twice, the working copy written where there is one."""
+    m, c = run.bytes_of
+    return parameters * (2 * m + 4 * m + 2 * m + (c if c < m else 0)) / speed.memory_bytes_s
+
+
+def unit_times(shape: ModelShape, run: Footprint, speed: Speed) -> tuple[UnitTime, ...]:
+    """By unit of a streamed step, for schedule.simulate."""
+    outer = (embedding_time(shape, run, speed), head_time(shape, run, speed))
+    block = _unit_time(block_time(shape, run, speed), run.tokens)
+    return (_unit_time(outer[0], run.tokens), *[block] * shape.layers, _unit_time(outer[1], run.tokens))
+
+
+def stream_rates(shape: ModelShape, run: Footprint, speed: Speed) -> Rates:
+    """For schedule.simulate and schedule.solve: this device at this model. Raises InputError without a link."""
+    if speed.link is None:
+        raise InputError(
+            f"the link of this card is not known ({speed.source}): measure it with `mule probe --out machine.json` and plan "
+            "with --on machine.json"
+        )
+    return Rates(
+        compute_flops=max(rate for _, rate in speed.products),
+        up_bytes_s=speed.link.up,
+        down_bytes_s=speed.link.down,
+        both_bytes_s=speed.link.both,
+        memory_bytes_s=speed.memory_bytes_s,
+        op_overhead_s=speed.link.copy_s,
+        units=unit_times(shape, run, speed),
+    )
+
+
+def _sums(parameters: int, run: Footprint, speed: Speed) -> Parts:
+    m, c = run.bytes_of
+    return Parts(elementwise_s=parameters * (c + m * (2 - 1 / run.rounds)) / speed.memory_bytes_s)
+
+
+def _started(work: Parts, operations: int, speed: Speed) -> Parts:
+    """`work` with what starting its operations takes beyond it."""
+    return work + Parts(launch_s=max(0.0, operations * speed.kernel_s - work.total_s))
+
+
+def _unit_time(parts: UnitParts, tokens: int) -> UnitTime:
+    def span(part: Parts) -> Span:
+        return Span(token_s=part.total_s / tokens)
+
+    weights = Span(fixed_s=parts.sums.total_s, token_s=parts.weight_gradient.total_s / tokens)
+    return UnitTime(
+        forward=span(parts.forward),
+        recompute=span(parts.recompute),
+        input_gradient=span(parts.input_gradient),
+        weight_gradient=weights,
+    )

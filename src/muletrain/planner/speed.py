@@ -1,0 +1,175 @@
+"""Speed: what one device does at the work that training is made of, measured by `mule probe` or from the catalogue.
+
+Measured: a product of any shape takes what its neighbours among the measured ones take, by their distance in powers of two in
+all three sizes; attention likewise by head size and length. From the catalogue: the dense peak times what is reached of it.
+Shares of the peak, where a card's own product rate is not in the catalogue: products 0.80 (median of the eight cards of the
+catalogue that have one: 0.64 to 0.87); attention 0.60 forward and 0.50 backward (FlashAttention-2, Dao 2023, table of A100
+rates), 0.40 and 0.33 on Hopper, whose own instructions that kernel does not use (same paper, H100 figure); memory 0.87
+of the stated bandwidth; a link of PCIe lanes 0.80 each way, 0.90 of both ways' sum when both are busy (measured on an H200 at
+0.88, docs/LOG.md; 24 to 25 of 31.5 GB/s on RTX 4090s).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from muletrain.catalog.gpus import gpu_peak, gpu_rows
+from muletrain.spec.errors import InputError
+from muletrain.spec.machine import ComputeRates, Gpu, LinkRates, Machine
+from muletrain.spec.recipe import ComputeDtype
+
+PRODUCT_SHARE: Final = 0.80
+ATTENTION_SHARE: Final = (0.60, 0.50)
+HOPPER_ATTENTION_SHARE: Final = (0.40, 0.33)
+MEMORY_SHARE: Final = 0.87
+LINK_SHARE, DUPLEX_SHARE = 0.80, 0.90
+LANE_BYTES_S: Final = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+"""A lane each way, after coding, by PCIe generation (PCI-SIG base specifications)."""
+KERNEL_S, COPY_S = 5e-6, 10e-6
+"""From one operation to the next and for starting a copy, where nothing is measured (an H200 with 16 cores: 4 and 9)."""
+
+Point = tuple[tuple[int, ...], float]
+"""(sizes, rate)."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """Bytes a second between host and card."""
+
+    up: float
+    down: float
+    both: float
+    copy_s: float
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One device, in one number format. Rates in FLOP/s and bytes/s."""
+
+    source: str
+    """Where it is from, for a person."""
+    products: tuple[Point, ...]
+    """By (m, k, n)."""
+    attention_forward: tuple[Point, ...]
+    """By (head_dim, sequence), over the causal half's FLOPs."""
+    attention_backward: tuple[Point, ...]
+    memory_bytes_s: float
+    kernel_s: float
+    link: Link | None
+    """None: no card, or its link is not known."""
+
+    def product_s(self, m: int, k: int, n: int) -> float:
+        """Seconds of an m x k by k x n product."""
+        return 2.0 * m * k * n / _near(self.products, (m, k, n))
+
+    def attention_s(self, rows: int, sequence: int, heads: int, head_dim: int, *, backward: bool = False) -> float:
+        """Seconds of causal attention over whole rows."""
+        flops = 2.0 * rows * sequence**2 * heads * head_dim * (2.5 if backward else 1.0)
+        return flops / _near(self.attention_backward if backward else self.attention_forward, (head_dim, sequence))
+
+
+def speed_of(machine: Machine, dtype: ComputeDtype, gpu: int = 0) -> Speed:
+    """Of the card `gpu` of `machine`, or of its processor if it has no cards. Measured rates win. Raises InputError for a card
+    that is neither measured nor in the catalogue, or a format that was not measured."""
+    if not machine.gpus:
+        return _measured(machine, "cpu", dtype, None)
+    card = machine.gpus[gpu]
+    measured = machine.measured
+    if measured is not None and any(rates.device == card.name for rates in measured.compute):
+        link = next((link for link in measured.links if link.gpu == gpu), None)
+        return _measured(machine, card.name, dtype, link)
+    return catalogue_speed(card, dtype)
+
+
+def catalogue_speed(card: Gpu, dtype: ComputeDtype) -> Speed:
+    """From the card's data sheet. Raises InputError for an unknown card or a format that it does not compute in."""
+    row, peak = gpu_rows().get(card.name), gpu_peak(card.name, "tf32" if dtype == "fp32" else dtype)
+    if row is None or peak is None:
+        what = "is not in the catalogue" if row is None else f"has no {dtype} rate in the catalogue"
+        raise InputError(f"{card.name} {what}: measure it with `mule probe --out machine.json` and plan with --on machine.json")
+    product = float(row["measured_bf16_matmul_tflops"] or 0) * 1e12 if dtype in ("bf16", "fp16") else 0.0
+    forward, backward = HOPPER_ATTENTION_SHARE if card.capability[0] == 9 else ATTENTION_SHARE
+    return Speed(
+        source=f"catalogue: {row['gpu']}, shares of its dense peak",
+        products=(((1, 1, 1), product or PRODUCT_SHARE * peak),),
+        attention_forward=(((1, 1), forward * peak),),
+        attention_backward=(((1, 1), backward * peak),),
+        memory_bytes_s=MEMORY_SHARE * float(row["bandwidth_gb_s"]) * 1e9,
+        kernel_s=KERNEL_S,
+        link=_lanes(row),
+    )
+
+
+def with_rates(speed: Speed, *, product_flops_s: float = 0.0, link_bytes_s: float = 0.0) -> Speed:
+    """`speed` with another product rate for all shapes, attention in proportion, and another link, the same each way."""
+    if product_flops_s:
+        by = product_flops_s / max(rate for _, rate in speed.products)
+        speed = replace(
+            speed,
+            products=(((1, 1, 1), product_flops_s),),
+            attention_forward=tuple((sizes, by * rate) for sizes, rate in speed.attention_forward),
+            attention_backward=tuple((sizes, by * rate) for sizes, rate in speed.attention_backward),
+        )
+    if link_bytes_s:
+        both = 2 * DUPLEX_SHARE * link_bytes_s
+        speed = replace(speed, link=Link(link_bytes_s, link_bytes_s, both, speed.link.copy_s if speed.link else COPY_S))
+    return speed
+
+
+def _lanes(row: dict[str, str]) -> Link | None:
+    if not row["pcie_gen"] or not row["pcie_lanes"]:
+        return None
+    each = LINK_SHARE * LANE_BYTES_S[int(row["pcie_gen"])] * int(row["pcie_lanes"])
+    return Link(each, each, 2 * DUPLEX_SHARE * each, COPY_S)
+
+
+def _measured(machine: Machine, device: str, dtype: ComputeDtype, link: LinkRates | None) -> Speed:
+    measured = machine.measured
+    rates = None if measured is None else next((rates for rates in measured.compute if rates.device == device), None)
+    if measured is None or rates is None:
+        raise InputError(
+            f"the processor of {machine.hostname} is not measured, and no catalogue has it: run `mule probe --out "
+            "machine.json` there and plan with --on machine.json"
+        )
+    return Speed(
+        source=f"measured on {machine.hostname}, {measured.taken}",
+        products=_products(rates, dtype, machine.hostname),
+        attention_forward=_attention(rates, dtype, backward=False),
+        attention_backward=_attention(rates, dtype, backward=True),
+        memory_bytes_s=rates.memory_bytes_s.median,
+        kernel_s=rates.kernel_s.median,
+        link=None if link is None else Link(link.up.median, link.down.median, link.both.median, link.copy_s.median),
+    )
+
+
+def _products(rates: ComputeRates, dtype: ComputeDtype, hostname: str) -> tuple[Point, ...]:
+    found = tuple(((rate.m, rate.k, rate.n), rate.flops_s.median) for rate in rates.matmuls if rate.dtype == dtype)
+    if not found:
+        there = ", ".join(sorted({rate.dtype for rate in rates.matmuls}))
+        raise InputError(
+            f"{rates.device} of {hostname} was measured in {there}, not in {dtype}: set precision.compute to one of these"
+        )
+    return found
+
+
+def _attention(rates: ComputeRates, dtype: ComputeDtype, *, backward: bool) -> tuple[Point, ...]:
+    """Of the format, or of the nearest one that was measured: attention in fp32 is rare enough not to be probed for itself."""
+    same = [rate for rate in rates.attention if rate.dtype == dtype] or rates.attention
+    return tuple(
+        ((rate.head_dim, rate.sequence), (rate.backward_flops_s if backward else rate.forward_flops_s).median) for rate in same
+    )
+
+
+def _near(points: Sequence[Point], sizes: tuple[int, ...]) -> float:
+    """The rate at `sizes`: the measured ones' mean of seconds a FLOP, weighted by inverse distance to the fourth power in
+    doublings, so that near points count and far ones do not."""
+    weights = []
+    for there, rate in points:
+        apart = sum(math.log2(a / b) ** 2 for a, b in zip(there, sizes, strict=True))
+        if apart == 0.0:
+            return rate
+        weights.append(apart**-2)
+    return sum(weights) / sum(weight / rate for weight, (_, rate) in zip(weights, points, strict=True))

@@ -1,0 +1,101 @@
+"""Rates of a device: measured ones win, the catalogue's are shares of the peak, nothing is guessed."""
+
+from __future__ import annotations
+
+import pytest
+
+from muletrain.planner.speed import speed_of, with_rates
+from muletrain.spec.errors import InputError
+from muletrain.spec.machine import AttentionRate, ComputeRates, Gpu, LinkRates, Machine, MatmulRate, Measured, Sample
+from tests.planner.boxes import H200, RTX_4090, T4, box
+
+
+def one(value: float) -> Sample:
+    return Sample(median=value, low=value, high=value, n=1)
+
+
+def measured(device: str, **changes: object) -> Measured:
+    """Two products, a thin one at half the rate."""
+    rates = ComputeRates(
+        device=device,
+        matmuls=(
+            MatmulRate(dtype="bf16", m=1024, k=1024, n=1024, flops_s=one(8.0)),
+            MatmulRate(dtype="bf16", m=16, k=1024, n=1024, flops_s=one(4.0)),
+            MatmulRate(dtype="fp32", m=64, k=64, n=64, flops_s=one(1.0)),
+        ),
+        attention=(
+            AttentionRate(
+                dtype="bf16", rows=1, sequence=512, heads=2, kv_heads=2, head_dim=64, forward_flops_s=one(3.0),
+                backward_flops_s=one(2.0),
+            ),
+        ),
+        memory_bytes_s=one(100.0),
+        kernel_s=one(0.5),
+    )  # fmt: skip
+    link = LinkRates(gpu=1, up=one(5), down=one(6), both=one(10), copy_s=one(0.1))
+    return Measured(
+        taken="2026-11-30T00:00:00Z", torch="2.13", seconds=1.0, compute=(rates,), links=(link,), peers=(), host_copy=(),
+        disks=(), missing=(),
+    ).model_copy(update=changes)  # fmt: skip
+
+
+def measured_box(*gpus: Gpu, device: str) -> Machine:
+    return box(*gpus).model_copy(update={"measured": measured(device)})
+
+
+def test_measured_rates_win_and_each_card_has_its_own_link() -> None:
+    machine = measured_box(H200, H200, device=H200.name)
+    speed = speed_of(machine, "bf16", 1)
+    assert speed.source == "measured on box, 2026-11-30T00:00:00Z"
+    assert (speed.memory_bytes_s, speed.kernel_s) == (100.0, 0.5)
+    assert speed.link is not None and (speed.link.up, speed.link.down, speed.link.both) == (5, 6, 10)
+    assert speed_of(machine, "bf16", 0).link is None
+
+
+def test_a_product_takes_what_its_neighbours_take() -> None:
+    speed = speed_of(measured_box(H200, device=H200.name), "bf16")
+    assert speed.product_s(1024, 1024, 1024) == 2 * 1024**3 / 8.0
+    assert speed.product_s(16, 1024, 1024) == 2 * 16 * 1024**2 / 4.0
+    halfway = 2 * 128 * 1024**2 / speed.product_s(128, 1024, 1024)  # three doublings from each: the mean of seconds a FLOP
+    assert halfway == pytest.approx(2 / (1 / 8.0 + 1 / 4.0))
+    near = 2 * 512 * 1024**2 / speed.product_s(512, 1024, 1024)
+    assert near == pytest.approx((1 + 5**-4) / (1 / 8.0 + 5**-4 / 4.0))
+
+
+def test_attention_counts_the_causal_half() -> None:
+    speed = speed_of(measured_box(H200, device=H200.name), "bf16")
+    assert speed.attention_s(3, 512, 4, 64) == 2 * 3 * 512**2 * 4 * 64 / 3.0
+    assert speed.attention_s(3, 512, 4, 64, backward=True) == 2.5 * 2 * 3 * 512**2 * 4 * 64 / 2.0
+
+
+def test_the_catalogue_gives_shares_of_the_peak() -> None:
+    speed = speed_of(box(RTX_4090), "bf16")
+    assert 1 / speed.product_s(1, 1, 1) == pytest.approx(0.80 * 165.2e12 / 2)
+    assert speed.memory_bytes_s == pytest.approx(0.87 * 1008e9)
+    assert speed.link is not None and speed.link.up == pytest.approx(0.80 * 16 * 1.969e9)
+    assert speed.source == "catalogue: RTX 4090, shares of its dense peak"
+
+
+def test_a_product_rate_in_the_catalogue_comes_before_the_share() -> None:
+    assert 2 / speed_of(box(H200), "bf16").product_s(1, 1, 1) == pytest.approx(794.5e12)
+    assert 2 / speed_of(box(H200), "fp32").product_s(1, 1, 1) == pytest.approx(0.80 * 494.7e12)
+
+
+def test_rates_can_be_told() -> None:
+    speed = with_rates(speed_of(box(RTX_4090), "bf16"), product_flops_s=150e12, link_bytes_s=24.5e9)
+    assert 2 / speed.product_s(7, 8, 9) * 504 == pytest.approx(150e12)
+    assert speed.link is not None and (speed.link.down, speed.link.both) == (24.5e9, 44.1e9)
+    forward = speed.attention_s(1, 64, 1, 64)
+    assert forward == pytest.approx(speed_of(box(RTX_4090), "bf16").attention_s(1, 64, 1, 64) * 0.80 * 165.2 / 150)
+
+
+def test_what_is_neither_measured_nor_known_is_told() -> None:
+    unknown = RTX_4090.model_copy(update={"name": "GeForce 9999"})
+    with pytest.raises(InputError, match="GeForce 9999 is not in the catalogue: measure it with `mule probe"):
+        speed_of(box(unknown), "bf16")
+    with pytest.raises(InputError, match="Tesla T4 has no bf16 rate in the catalogue"):
+        speed_of(box(T4), "bf16")
+    with pytest.raises(InputError, match="the processor of box is not measured, and no catalogue has it: run `mule probe"):
+        speed_of(box(), "fp32")
+    with pytest.raises(InputError, match="NVIDIA H200 of box was measured in bf16, fp32, not in fp16"):
+        speed_of(measured_box(H200, device=H200.name), "fp16")
