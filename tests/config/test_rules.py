@@ -38,6 +38,7 @@ BROKEN = [
         "use streamed, or remove",
     ),
     (config(memory={"strategy": "zero1", "waves": 2}), "memory.waves", "use streamed, or remove"),
+    (config(memory={"strategy": "resident", "placement": 2}), "memory.placement", "use streamed, or remove"),
     (
         config({"optimizer": {"state": "bf16"}}, precision={"compute": "fp64"}, memory={"strategy": "streamed"}),
         "train.optimizer.state",

@@ -56,6 +56,7 @@ CHANGES: dict[str, Any] = {
     "memory.host_limit": 40 * GIB,
     "memory.loss_chunk": 64,
     "memory.waves": 2,
+    "memory.placement": 1,
     "parallel.workers": 1,
     "parallel.device": "cpu",
     "checkpoint.every": 5,
@@ -71,6 +72,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "train.optimizer.state": {"memory.strategy": "streamed"},
     "precision.gradients": {"memory.strategy": "streamed"},
     "memory.waves": {"memory.strategy": "streamed"},
+    "memory.placement": {"memory.strategy": "streamed"},
 }
 
 

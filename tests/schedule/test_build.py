@@ -114,7 +114,7 @@ def test_activations_on_the_host() -> None:
     """)
 
 
-def test_update_in_backward_needs_no_norm_and_no_gradient_on_the_link() -> None:
+def test_update_in_backward_moves_no_gradient_and_waits_for_its_own_norm() -> None:
     schedule = build(plan(1, update="in_backward"), step(8))
     assert lines(schedule) == numbered("""
          0 fetch u0
@@ -125,18 +125,24 @@ def test_update_in_backward_needs_no_norm_and_no_gradient_on_the_link() -> None:
          5 forward u0 m0 <0
          6 forward u1 m0 <1
          7 epilogue u2 m0 <2
-         8 update u2 p0 <3 <7
-         9 publish u2 p0 <8
-        10 fetch_state u0 p0 <9
-        11 backward u1 m0
-        12 update u1 p0 <4 <11
-        13 publish u1 p0 <12
-        14 backward u0 m0
-        15 update u0 p0 <10 <14
-        16 publish u0 p0 <15
-        17 decide <7
+         8 norm u2
+         9 update u2 p0 <3 <8
+        10 publish u2 p0 <9
+        11 fetch_state u0 p0 <10
+        12 backward u1 m0
+        13 norm u1
+        14 update u1 p0 <4 <13
+        15 publish u1 p0 <14
+        16 backward u0 m0
+        17 norm u0
+        18 update u0 p0 <11 <17
+        19 publish u0 p0 <18
+        20 decide <17
     """)
-    assert [op.size_bytes for op in schedule.ops if op.kind == "fetch_state"] == [80, 80, 80]  # 10 - 2 bytes a parameter
+    moved = [op.size_bytes for op in schedule.ops if op.kind == "fetch_state"]
+    assert moved == [80, 80, 80], "10 bytes a parameter but for the gradient's 2"
+    half = build(plan(1, update="in_backward", working_in_master=True), step(8))
+    assert [op.size_bytes for op in half.ops if op.kind == "fetch_state"] == [60, 60, 60], "nor the half that is in the slot"
 
 
 def test_what_stays_on_the_card_does_not_travel() -> None:
@@ -230,7 +236,7 @@ def test_every_unit_does_its_part(seed: int) -> None:
     for kind in ("fetch_state", "publish"):
         assert Counter((op.unit, op.piece) for op in ops if op.kind == kind) == travelling
     norms = sorted(op.unit for op in ops if op.kind == "norm")
-    assert norms == (trainable if shape.mode == "train" and chosen.update == "next_fetch" else [])
+    assert norms == (trainable if shape.mode == "train" else [])
     sent = Counter((op.unit, op.micro_batch, op.piece) for op in ops if op.kind == "send")
     assert sent == Counter((op.unit, op.micro_batch, op.piece) for op in ops if op.kind == "receive")
     assert [op.id for op in ops] == list(range(len(ops)))

@@ -42,8 +42,15 @@ def run_op(op: Op, memory: Memory) -> None:
     elif op.kind == "norm":
         gradient, sums = values
         memory[written["sums"]] = hash((sums, "norm", op.unit, gradient))
+        if "gradient" in written:
+            memory[written["gradient"]] = measured(gradient)
     elif op.kind != "decide":
         run_model(op, memory, written)
+
+
+def measured(gradient: Symbol) -> Symbol:
+    """A gradient with the word on whether it may be applied."""
+    return hash(("measured", gradient))
 
 
 def run_model(op: Op, memory: Memory, written: dict[str, Buffer]) -> None:
@@ -88,7 +95,8 @@ def reference(plan: StreamPlan, step: StepShape) -> Memory:
                 taken = (state, initial(layout.gradients[unit]) if gradient is None else gradient)
             else:
                 state = value("host_state", unit, p)
-                taken = ((state, value("host_gradient", unit)),) if gradient is None else ((state,), gradient)
+                pended = gradient is None
+                taken = ((state, value("host_gradient", unit)),) if pended else ((state,), gradient, parameters[unit][p])
             parameters[unit][p] = new = hash(("update", unit, p, *taken))
             if plan.placed(unit) == "card":
                 host[Buffer("card_state", (unit, p))] = new
@@ -127,14 +135,13 @@ def reference(plan: StreamPlan, step: StepShape) -> Memory:
                 if step.mode == "train" and plan.units[u].trainable:
                     gradients[u] = hash(((gradients[u],) if u in gradients else (), carried[m]))
             if step.mode == "train" and last and plan.units[u].trainable:
+                sums = hash((sums, "norm", u, gradients[u]))
                 if plan.update == "in_backward":
-                    update(u, gradients[u])
+                    update(u, measured(gradients[u]))
+                elif plan.placed(u) == "card":
+                    host[layout.gradients[u]] = gradients[u]
                 else:
-                    sums = hash((sums, "norm", u, gradients[u]))
-                    if plan.placed(u) == "card":
-                        host[layout.gradients[u]] = gradients[u]
-                    else:
-                        host[Buffer("host_gradient", (u,))] = gradients[u]
+                    host[Buffer("host_gradient", (u,))] = gradients[u]
     host[Buffer("sums", ())] = sums
     return host
 

@@ -26,7 +26,6 @@ RESERVED = (
     "precision.matmul",
     "precision.master",
     "memory.engine",
-    "memory.placement",
     "memory.deepspeed_config",
     "parallel.tensor",
     "parallel.pipeline",

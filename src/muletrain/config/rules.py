@@ -120,6 +120,7 @@ def streamed_only(config: RunConfig) -> dict[str, str]:
         "train.optimizer.state": (config.train.optimizer.state, "fp32"),
         "precision.gradients": (config.precision.gradients, "auto"),
         "memory.waves": (config.memory.waves, "auto"),
+        "memory.placement": (config.memory.placement, "auto"),
     }
     return {key: str(value) for key, (value, anywhere) in asked.items() if value != anywhere}
 
@@ -170,6 +171,7 @@ RULES = (
     Rule(("train.optimizer.state", "memory.strategy"), lambda config: _needs_streamed(config, "train.optimizer.state")),
     Rule(("precision.gradients", "memory.strategy"), lambda config: _needs_streamed(config, "precision.gradients")),
     Rule(("memory.waves", "memory.strategy"), lambda config: _needs_streamed(config, "memory.waves")),
+    Rule(("memory.placement", "memory.strategy"), lambda config: _needs_streamed(config, "memory.placement")),
     Rule(("train.optimizer.state", "precision.compute"), _fp64_state),
     Rule(("precision.gradients", "precision.compute"), _fp64_gradients),
     Rule(("memory.waves", "train.tokens_per_step", "train.micro_batch", "data.sequence_length"), _waves),

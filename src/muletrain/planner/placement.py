@@ -112,7 +112,10 @@ def place(shape: ModelShape, memory: MemorySection, run: Footprint, limits: Budg
                 return Placement(candidate.strategy, candidate.activations, needed, reasons)
             return Placement("streamed", candidate.activations, needed, reasons, candidate.streaming)
         tried.append((candidate, needed))
-    best, needed = min(tried, key=lambda each: limits.shortfall(each[1]))
+    # What misses host memory alone is told before what misses card memory: to fill the card would not help there.
+    best, needed = min(
+        tried, key=lambda each: (bool(limits.card) and each[1].total("card") > limits.card, limits.shortfall(each[1]))
+    )
     raise DoesNotFitError(_does_not_fit(shape, best, limits, needed))
 
 
@@ -130,14 +133,14 @@ def _candidates(shape: ModelShape, memory: MemorySection, run: Footprint) -> lis
         candidate
         for strategy, policy in pairs
         if (strategy, policy) != ("streamed", "keep")  # streamed recomputes every block
-        for candidate in _laid_out(shape, replace(run, strategy=strategy, activations=policy))
+        for candidate in _laid_out(shape, replace(run, strategy=strategy, activations=policy), memory.placement)
     ]
 
 
-def _laid_out(shape: ModelShape, run: Footprint) -> list[Footprint]:
+def _laid_out(shape: ModelShape, run: Footprint, placement: Literal["auto"] | int = "auto") -> list[Footprint]:
     """`run` in each way that its strategy can be laid out, the best first."""
     if run.strategy == "streamed" and run.device == "cuda":
-        return [replace(run, streaming=streaming) for streaming in layouts(shape, run.streaming)]
+        return [replace(run, streaming=streaming) for streaming in layouts(shape, run.streaming, placement)]
     return [run]
 
 
@@ -165,9 +168,20 @@ def _reasons(
     if strategy == "streamed" and memory.waves == "auto":
         reasons.append(f"memory.waves = {run.streaming.waves}: the fewest transfers")
     if strategy == "streamed" and limits.card:
-        whole = "keep all their state on the card: it fits" if run.streaming.on_card else "stream as the blocks do: no room"
-        reasons.append(f"embedding and head {whole}")
+        reasons.append(_placement_reason(memory, shape, run.streaming.on_card))
+        if run.streaming.update == "in_backward":
+            reasons.append("blocks are updated in backward: train.clip_norm is 0, so nothing waits for the norm")
     return tuple(reasons)
+
+
+def _placement_reason(memory: MemorySection, shape: ModelShape, on_card: tuple[int, ...]) -> str:
+    """Which units stay on the card."""
+    if not on_card:
+        return "memory.placement = 0: embedding and head stream as the blocks do, no room"
+    blocks = len(on_card) - 2
+    what = f"embedding, head and {blocks} of {shape.layers} blocks keep all their state on the card"
+    why = "as many as fit" if memory.placement == "auto" else "as asked"
+    return f"memory.placement = {blocks}: {what}, {why}"
 
 
 def _cost(shape: ModelShape, run: Footprint, limits: Budget, tried: list[tuple[Footprint, Ledger]]) -> str:

@@ -179,6 +179,7 @@ def _streaming(request: RunConfig) -> StreamingPlan:
         waves=1 if request.memory.waves == "auto" else request.memory.waves,
         moments=request.train.optimizer.state,
         gradients="bf16" if gradients == "bf16" else "master",
+        update="in_backward" if request.train.clip_norm == 0 and request.precision.compute != "fp16" else "next_fetch",
     )
 
 

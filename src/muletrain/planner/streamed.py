@@ -38,14 +38,21 @@ def unit_parameters(shape: ModelShape) -> tuple[int, ...]:
     return (shape.outside_blocks - head, *shape.block_sizes, head)
 
 
-def layouts(shape: ModelShape, asked: StreamingPlan) -> tuple[StreamingPlan, ...]:
-    """The ways to stream on a card, best first: with embedding and head whole on it, then with only blocks passing through.
+def layouts(shape: ModelShape, asked: StreamingPlan, placement: Literal["auto"] | int) -> tuple[StreamingPlan, ...]:
+    """The ways to stream on a card, best first: embedding, head and the most blocks whole on it, …, none, not even those two.
 
-    `asked` holds what the recipe decides: waves and number formats.
+    Blocks that stay are the first ones: while they compute, the link brings the next (simulated against blocks spread evenly
+    and against the last: up to 3 % faster, never slower). `asked` holds what the recipe decides of waves, formats and updates;
+    `placement` is the recipe's own.
     """
     piece = min(PIECE, -(-max(unit_parameters(shape)) // _ALIGN) * _ALIGN)
     wanted = {"slots": SLOTS, "staging": STAGING, "piece": piece, "inputs": "host"}
-    return tuple(asked.model_copy(update={**wanted, "on_card": units}) for units in ((0, shape.layers + 1), ()))
+    last = shape.layers + 1
+    counts = range(shape.layers, -1, -1) if placement == "auto" else [min(placement, shape.layers)]
+    whole = [(0, *range(1, count + 1), last) for count in counts]
+    if not placement or placement == "auto":
+        whole.append(())
+    return tuple(asked.model_copy(update={**wanted, "on_card": units}) for units in whole)
 
 
 def stream_plan(shape: ModelShape, run: Footprint) -> StreamPlan:
@@ -76,7 +83,8 @@ def stream_plan(shape: ModelShape, run: Footprint) -> StreamPlan:
         gradient_bytes=state.gradient,
         activations=("recompute",) * len(units),
         inputs=streaming.inputs,
-        update="next_fetch",
+        update=streaming.update,
+        working_in_master=not state.own_working,
         placement=tuple("card" if number in streaming.on_card else "streamed" for number in range(len(units))),
     )
 
@@ -94,11 +102,14 @@ def traffic_bytes(shape: ModelShape, run: Footprint) -> tuple[int, int]:
     """(to the card, back) in one step, at most: what buffers still hold from forward to backward is not moved again."""
     plan, state, waves = stream_plan(shape, run), _formats(run), min(run.streaming.waves, run.micro_batches)
     travels = sum(unit.parameters for number, unit in enumerate(plan.units) if plan.placed(number) != "card")
+    in_backward = plan.update == "in_backward"
+    fetches, stores = (2 * waves, waves - 1) if in_backward else (2 * waves - 1, waves)
     inputs = 0
     if plan.inputs == "host":
         inputs = shape.layers * run.micro_batches * run.tokens * plan.hidden * plan.working_bytes
-    up = travels * (state.up + (2 * waves - 1) * state.working + (waves - 1) * state.gradient)
-    return round(up) + inputs, round(travels * (state.down + waves * state.gradient)) + inputs
+    updates = state.up - (plan.on_card_in_backward_bytes if in_backward else 0)
+    up = travels * (updates + fetches * state.working + (waves - 1) * state.gradient)
+    return round(up) + inputs, round(travels * (state.down + stores * state.gradient)) + inputs
 
 
 def _formats(run: Footprint) -> StateBytes:
@@ -116,13 +127,14 @@ def _card(shape: ModelShape, run: Footprint, plan: StreamPlan, step: StepShape) 
     head = shape.vocab * shape.hidden
     logits = c * min(run.loss_chunk, run.tokens) * shape.vocab
     sizes = card_bytes(plan, step, logits_bytes=logits, context_bytes=CONTEXT_BYTES)
-    held = f"{min(plan.slots, shape.layers)} blocks + embedding and head"
+    blocks = [number for number in range(1, shape.layers + 1) if plan.placed(number) == "card"]
+    held = f"{len(blocks) + min(plan.slots, shape.layers - len(blocks))} blocks + embedding and head"
     rows = 2 if plan.inputs == "host" else shape.layers + 1
     parts: list[tuple[str, int, str]] = [
         ("slots", sizes["slots"], f"{c} bytes x ({held})"),
         ("staging", sizes["staging"], f"{plan.staging} x {max(state.up, state.down):g} bytes x the largest piece of state"),
         ("gradients", sizes["gradients"] * state.master // 4, f"{state.master} bytes x ({held})"),
-        ("state", sizes["state"], f"{state.beside_working:g} bytes x embedding and head: all of their state stays on the card"),
+        ("state", sizes["state"], f"{state.beside_working:g} bytes x parameters whose state stays on the card"),
         ("inputs", sizes["inputs"], f"{rows} x {c} bytes x hidden x {wave} tokens of a wave"),
         ("hidden gradients", sizes["hidden_gradients"], f"{c} bytes x hidden x {wave} tokens of a wave"),
         ("activations", round(block_activations(shape, run)), f"one block's, {run.tokens} tokens of a micro-batch"),

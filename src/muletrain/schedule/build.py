@@ -214,13 +214,14 @@ class _Builder:
         plan, shape, gradient = self._plan, self._plan.units[unit], self._gradients[unit]
         if not shape.trainable:
             return
-        last = wave == len(self._waves) - 1
-        if last and plan.update == "in_backward":
-            self._update(unit, wave, chained=False)
-            return
+        last, in_backward = wave == len(self._waves) - 1, plan.update == "in_backward"
         if last:
             read_bytes = float(shape.parameters * GRADIENT_SUM_BYTES)
-            self._add("norm", "compute", (gradient, _SUMS), (_SUMS,), unit=unit, wave=wave, memory_bytes=read_bytes)
+            found = (_SUMS, gradient) if in_backward else (_SUMS,)  # with the gradient: whether it may be applied
+            self._add("norm", "compute", (gradient, _SUMS), found, unit=unit, wave=wave, memory_bytes=read_bytes)
+            if in_backward:
+                self._update(unit, wave, chained=False)
+                return
         if self._sharers[gradient] > 1 or (last and plan.placed(unit) != "card"):
             size = shape.parameters * plan.gradient_bytes
             self._add("store", "down", (gradient,), (Buffer("host_gradient", (unit,)),), unit=unit, wave=wave, size_bytes=size)
@@ -243,7 +244,7 @@ class _Builder:
             self._update_on_card(unit, wave)
             return
         in_backward = plan.update == "in_backward"
-        up = plan.state_up_bytes - (plan.gradient_bytes if in_backward else 0)
+        up = plan.state_up_bytes - (plan.on_card_in_backward_bytes if in_backward else 0)
         for piece, elements in enumerate(plan.units[unit].pieces):
             staging = Buffer("staging", (self._staged % plan.staging,))
             self._staged += 1
@@ -256,7 +257,7 @@ class _Builder:
             if chained:
                 self._last_load = fetched
             self._last_update = self._add(
-                "update", "update", (staging, gradient) if in_backward else (staging,), (staging, slot),
+                "update", "update", (staging, gradient, slot) if in_backward else (staging,), (staging, slot),
                 unit=unit, wave=wave, piece=piece, memory_bytes=elements * (plan.state_up_bytes + plan.state_down_bytes),
                 behind=self._last_update,
             )  # fmt: skip

@@ -28,7 +28,8 @@ Resource = Literal["compute", "update", "up", "down", "host"]
 
 Kind = Literal[
     "fetch",  # up: a unit's working parameters -> its slot
-    "fetch_state",  # up: one piece of a unit's master, moments and gradient -> a staging buffer (in_backward: no gradient)
+    "fetch_state",  # up: one piece of a unit's master, moments and gradient -> a staging buffer (in_backward: neither the
+    # gradient nor what of the master is in the slot already)
     "fetch_gradient",  # up: a unit's gradient of the waves before -> its gradient buffer
     "update",  # update: one piece: optimizer step in staging, new working parameters -> slot
     "publish",  # down: one piece: new master, moments and working parameters -> host
@@ -134,12 +135,19 @@ class StreamPlan(Value):
     update: Literal["next_fetch", "in_backward"]
     """next_fetch: a unit is updated when it is next fetched, when the global norm is known. in_backward: at once, without
     clipping or loss scale."""
+    working_in_master: bool = False
+    """The working parameters are the master or half of it, so what is in a slot need not come again with the state."""
     recompute_factor: float = 1.0
     """Share of a unit's forward that recomputation repeats (the down projection is not)."""
     offload_buffers: int = Field(default=2, ge=1)
     """Micro-batches whose offloaded activations are on the card at once, on their way out or in."""
     placement: tuple[Placement, ...] = ()
     """By unit; empty: all are streamed."""
+
+    @property
+    def on_card_in_backward_bytes(self) -> int:
+        """A parameter, of `state_up_bytes`: what an update in backward finds on the card."""
+        return self.gradient_bytes + (self.working_bytes if self.working_in_master else 0)
 
     def placed(self, unit: int) -> Placement:
         """Where `unit` lives."""

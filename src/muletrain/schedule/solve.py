@@ -106,7 +106,7 @@ def least_s(plan: StreamPlan, step: StepShape, rates: Rates) -> float:
         up += moved
         down += moved
         if unit.trainable and plan.placed(u) != "card":
-            state_up += unit.parameters * (plan.state_up_bytes - (0 if next_fetch else plan.gradient_bytes))
+            state_up += unit.parameters * (plan.state_up_bytes - (0 if next_fetch else plan.on_card_in_backward_bytes))
             state_down += unit.parameters * plan.state_down_bytes
             down += unit.parameters * (plan.gradient_bytes if next_fetch else 0)
     link = link_bound_s((up + state_up) / rates.up_bytes_s, (down + state_down) / rates.down_bytes_s, rates)

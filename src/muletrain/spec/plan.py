@@ -79,6 +79,9 @@ class StreamingPlan(Value):
     """Groups that a step's micro-batches go through the model in."""
     inputs: Literal["card", "host"] = "card"
     """Where the blocks' inputs wait for backward."""
+    update: Literal["next_fetch", "in_backward"] = "next_fetch"
+    """next_fetch: a block is updated when it is next fetched, when the global norm is known. in_backward: at once, without
+    clipping or loss scale."""
     on_card: tuple[int, ...] = ()
     """Units all of whose state stays on the device: 0 is the embedding, then the blocks, then the head."""
     moments: OptimizerState = "fp32"

@@ -167,6 +167,9 @@ class MemorySection(Value):
     waves: AutoCount = "auto"
     """streamed only: groups in which a step's micro-batches go through the model; more take less memory and more transfers.
     auto: 1."""
+    placement: Literal["auto"] | Count = "auto"
+    """streamed only, on a GPU: blocks that stay on the card with all of their state, beside the embedding and the head.
+    auto: as many as there is room for."""
 
 
 class ParallelSection(Value):

@@ -53,7 +53,8 @@ class Strategy(Protocol):
     def step(self, micro_batches: Sequence[MicroBatch], context: StepContext) -> StepResult:
         """One update. `micro_batches` are this worker's; every worker passes the same number (filler included).
 
-        Raises NonFiniteError on all workers if a value is not finite outside fp16 scaling; the weights are then unchanged.
+        Raises NonFiniteError on all workers if a value is not finite outside fp16 scaling; the weights are then unchanged
+        (updates in backward: but for units that backward had come to before the value showed).
         """
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, int]:

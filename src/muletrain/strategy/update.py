@@ -76,6 +76,13 @@ class Updater:
         scalars = update_scalars(self.optimizer, context.learning_rate, context.update, scale, apply)
         return Decision(torch.stack([sums[0], sums[1], norm]), scalars)
 
+    @torch.no_grad()
+    def unclipped(self, tokens: int, context: StepContext, device: torch.device) -> UpdateScalars:
+        """What updates before the norm is known go by: no clip and no loss scale. `apply` is whether there is a token."""
+        count = torch.tensor(float(tokens), dtype=torch.float64, device=device)
+        scale = (torch.ones_like(count) / count).to(self._master)
+        return update_scalars(self.optimizer, context.learning_rate, context.update, scale, count > 0)
+
     def apply(self, states: Sequence[ParameterState], grads: Sequence[Tensor], decision: Decision) -> None:
         """Updates parameters and their state, or leaves them as they are if the decision says so."""
         adamw_update(states, grads, decision.scalars, self.optimizer)

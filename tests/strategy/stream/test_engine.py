@@ -12,6 +12,7 @@ import torch
 from muletrain.schedule.ops import Schedule
 from muletrain.spec.errors import DoesNotFitError
 from muletrain.spec.plan import ModelPlan
+from muletrain.strategy.contract import NonFiniteError
 from muletrain.strategy.stream.arena import HostArena
 from muletrain.strategy.stream.executor import Handler, Threads
 from tests.strategy.runs import Run, advance, batches_of, curve, start, train_alone, worst
@@ -26,6 +27,12 @@ LAYOUTS: list[dict[str, Any]] = [
     {"on_card": (0, 2, 4), "inputs": "host", **SMALL},
     {"on_card": (0, 1, 2, 3, 4), "waves": 2},
 ]
+UNCLIPPED: list[dict[str, Any]] = [
+    {"update": "in_backward"},
+    {"update": "in_backward", "waves": 3, "inputs": "host", **SMALL},
+    {"update": "in_backward", "on_card": (0, 2, 4), "slots": 1, **SMALL},
+    {"update": "in_backward", "on_card": (0, 1, 2, 3, 4), "waves": 2},
+]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -34,6 +41,40 @@ def test_every_layout_gives_the_resident_bits(models: dict[str, ModelPlan], fami
     """Clipping on, dropout on for GPT-2: with the gradient kept in master precision not one bit differs."""
     run = Run(models[family], compute="fp32", rate=1e-3, steps=6, micro_batch=2)
     assert train_alone(replace(run, strategy="streamed", streaming=layout)) == train_alone(run)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("layout", UNCLIPPED, ids=str)
+def test_updates_in_backward_give_the_resident_bits(models: dict[str, ModelPlan], family: str, layout: dict[str, Any]) -> None:
+    run = Run(models[family], compute="fp32", rate=1e-3, steps=6, micro_batch=2, clip_norm=0.0)
+    assert train_alone(replace(run, strategy="streamed", streaming=layout)) == train_alone(run)
+
+
+def test_nothing_pends_after_updates_in_backward(models: dict[str, ModelPlan]) -> None:
+    run = Run(models["llama"], compute="fp32", rate=1e-3, steps=2, clip_norm=0.0)
+    streamed = start(replace(run, strategy="streamed", streaming={"update": "in_backward"}))
+    streamed.warm_up(batches_of(0, run, 512)[0])
+    resident = start(run)
+    for strategy in (streamed, resident):
+        advance(strategy, run, 0, 2)
+    assert streamed._device.pending is None  # type: ignore[attr-defined]
+    found, wanted = streamed.state_tensors(), resident.state_tensors()
+    for field in wanted:
+        for name, value in wanted[field].items():
+            assert torch.equal(found[field][name], value.reshape(found[field][name].shape)), (field, name)
+
+
+def test_a_loss_that_is_not_finite_updates_nothing_in_backward(models: dict[str, ModelPlan]) -> None:
+    run = Run(models["llama"], strategy="streamed", compute="fp32", steps=2, clip_norm=0.0, streaming={"update": "in_backward"})
+    strategy = start(run)
+    advance(strategy, run, 0, 1)
+    units = strategy._device.units  # type: ignore[attr-defined]
+    units[4].working[:5] = float("nan")
+    before = [unit.working.clone() for unit in units]
+    with pytest.raises(NonFiniteError):
+        advance(strategy, run, 1, 2)
+    for unit, kept in zip(units, before, strict=True):
+        assert torch.equal(unit.working, kept) or (unit.number == 4 and torch.equal(unit.working[5:], kept[5:]))
 
 
 MLA_AND_EXPERTS = {
@@ -99,8 +140,9 @@ SEEDS = int(os.environ.get("MULETRAIN_TEST_SEEDS", "200"))
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_threads_with_random_delays_give_the_same_bits(models: dict[str, ModelPlan], seed: int) -> None:
     """Each resource is a thread; what keeps them in step is the schedule alone."""
-    layout = LAYOUTS[seed % len(LAYOUTS)]
-    run = Run(models["llama"], strategy="streamed", compute="fp32", rate=1e-3, steps=3, streaming=layout)
+    layout = [*LAYOUTS, *UNCLIPPED][seed % (len(LAYOUTS) + len(UNCLIPPED))]
+    clip = 0.0 if layout in UNCLIPPED else 1.0
+    run = Run(models["llama"], strategy="streamed", compute="fp32", rate=1e-3, steps=3, clip_norm=clip, streaming=layout)
     strategy = start(run)
     strategy.executor = Poisoning(strategy, seed, 0.004)  # type: ignore[attr-defined]
     assert curve(advance(strategy, run, 0, 3)) == train_alone(replace(run, strategy="resident"))

@@ -9,13 +9,14 @@ autograd, answers for what is in it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from muletrain.optim.adamw import UpdateScalars
-from muletrain.optim.flat import FlatState, update_piece
+from muletrain.optim.flat import FlatState, Region, update_piece
+from muletrain.optim.master import SplitMaster
 from muletrain.schedule.layout import Layout
 from muletrain.schedule.ops import Buffer, Op, Place, StreamPlan
 from muletrain.spec.recipe import OptimizerSection
@@ -36,10 +37,16 @@ class Slot:
 
 @dataclass(frozen=True)
 class Pending:
-    """The update that the last step decided on and that no unit has had yet, or not all."""
+    """An update that no unit has had yet, or not all: the last step's, or with updates in backward this one's."""
 
     scalars: UpdateScalars
     update: int
+    finite: Tensor | None = None
+    """[units], bool: with updates in backward, whether all is finite up to a unit's gradient, so that it may be applied."""
+
+    def of(self, unit: int) -> UpdateScalars:
+        """What one unit is updated with."""
+        return self.scalars if self.finite is None else replace(self.scalars, apply=self.finite[unit])
 
 
 class Device:
@@ -95,28 +102,48 @@ class Device:
         piece = unit.pieces[op.piece]
         state, gradient = self._staging[_index(op.writes, "staging")[0]]
         source = unit.state.part(piece.start, piece.stop).tensors()
-        for there, here in zip(source, state.part(0, piece.size).tensors(), strict=True):
+        here_already = self._in_slot
+        for there, here in list(zip(source, state.part(0, piece.size).tensors(), strict=True))[here_already:]:
             here.copy_(there, non_blocking=True)
         if self.plan.update == "next_fetch":
             gradient[: piece.size].copy_(unit.gradient[piece.start : piece.stop], non_blocking=True)
+
+    @property
+    def _in_slot(self) -> int:
+        """How many of a piece's arrays an update in backward finds in its slot: the first, the working half of the master."""
+        return int(self.plan.update == "in_backward" and self.plan.working_in_master)
+
+    def _staged(self, buffer: int, slot: Tensor, piece: Region) -> FlatState:
+        """A staged piece, with the slot's own part of it where that is the state's."""
+        state = self._staging[buffer][0].part(0, piece.size)
+        if not self._in_slot:
+            return state
+        working = slot[piece.start : piece.stop]
+        master = state.master
+        return replace(state, master=SplitMaster(working, master.low) if isinstance(master, SplitMaster) else working)
 
     def update(self, op: Op) -> None:
         """The optimizer's step on one piece; its new working weights go to the slot."""
         unit = self.units[op.unit]
         piece = unit.pieces[op.piece]
-        slot: Tensor | None = self.slots[op.unit].flat[piece.start : piece.stop]
-        if self.plan.placed(op.unit) == "card":
+        flat = self.slots[op.unit].flat
+        on_card, in_backward = self.plan.placed(op.unit) == "card", self.plan.update == "in_backward"
+        if on_card:
             state = unit.state.part(piece.start, piece.stop)
-            gradient = self._gradients[_index(op.reads, "gradient")][piece.start : piece.stop]
-            slot = slot if self._formats.own_working else None  # else the slot is the state's own working weights
         else:
-            staged, staged_gradient = self._staging[_index(op.writes, "staging")[0]]
-            state, gradient = staged.part(0, piece.size), staged_gradient[: piece.size]
+            buffer = _index(op.writes, "staging")[0]
+            state = self._staged(buffer, flat, piece)
+        if on_card or in_backward:
+            gradient = self._gradients[_index(op.reads, "gradient")][piece.start : piece.stop]
+        else:
+            gradient = self._staging[buffer][1][: piece.size]
+        # A slot that is itself part of the state needs no copy of it.
+        slot = flat[piece.start : piece.stop] if self._formats.own_working or not (on_card or self._in_slot) else None
         assert self.pending is not None
         update_piece(
             state,
             gradient,
-            self.pending.scalars,
+            self.pending.of(op.unit),
             self._optimizer,
             decay=piece.decay,
             key=key(self._seed, self.pending.update, op.unit),
@@ -129,9 +156,9 @@ class Device:
         """One piece's new state, and working weights where they are kept apart, home."""
         unit = self.units[op.unit]
         piece = unit.pieces[op.piece]
-        state, _ = self._staging[_index(op.reads, "staging")[0]]
+        state = self._staged(_index(op.reads, "staging")[0], self.slots[op.unit].flat, piece)
         target = unit.state.part(piece.start, piece.stop).tensors()
-        for here, there in zip(state.part(0, piece.size).tensors(), target, strict=True):
+        for here, there in zip(state.tensors(), target, strict=True):
             there.copy_(here, non_blocking=True)
         if self._formats.own_working:
             unit.working[piece.start : piece.stop].copy_(self.slots[op.unit].flat[piece.start : piece.stop], non_blocking=True)

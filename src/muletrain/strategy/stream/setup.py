@@ -62,12 +62,14 @@ def assemble(materials: Materials, prepare: Prepare, streaming: StreamingPlan, s
     formats = Formats(precision, state, gradient)
     named, blocks, places = _units(model), list(model.layers), _places(model)
     host = [part for number, part in enumerate(named) if number not in streaming.on_card]
-    arena = HostArena(sum(unit_bytes(part, formats, padded_bytes) for part in host), register=device.type == "cuda")
+    stored = streaming.update == "next_fetch" or streaming.waves > 1
+    size = sum(unit_bytes(part, formats, padded_bytes, stored) for part in host)
+    arena = HostArena(size, register=device.type == "cuda")
     units = []
     for number, part in enumerate(named):
         on_card = number in streaming.on_card
         take = partial(_on_device, device) if on_card else arena.take
-        units.append(HostUnit(number, part, formats, take, streaming.piece, on_card))
+        units.append(HostUnit(number, part, formats, take, streaming.piece, on_card, stored))
         units[-1].fill(materials.weights)
     plan = _plan(model, units, blocks, formats, streaming)
     stage = Stage(run_layer)
@@ -145,7 +147,8 @@ def _plan(
         gradient_bytes=formats.gradient.itemsize,
         activations=("recompute",) * len(units),
         inputs=streaming.inputs,
-        update="next_fetch",
+        update=streaming.update,
+        working_in_master=not formats.own_working,
         placement=tuple("card" if number in streaming.on_card else "streamed" for number in range(len(units))),
     )
 

@@ -6,7 +6,8 @@ builds the pieces, keeps what lasts from step to step, and hands each op to the 
 
 With a global norm clip a unit cannot be updated when its gradient is there, since the norm is not known yet. It is updated when
 it is next fetched, in the next step: synchronous semantics, nothing stale, and the update rides along with a transfer that
-happens anyway. `flush` applies what is pending before weights or state are read.
+happens anyway. `flush` applies what is pending before weights or state are read. Without clip or loss scale a unit is updated
+in backward: a loss that is not finite then stops all updates, a gradient that is not finite those from its unit on.
 """
 
 from __future__ import annotations
@@ -71,14 +72,22 @@ class StreamedStrategy:
         self._lent = {}
         parts = StepParts(self._torch_device, self._meter)
         self._context = context
+        self._apply_in_backward(sum(batch.tokens for batch in micro_batches), context)
         self._run(micro_batches, "train", context.window)
         assert self._decision is not None
         decision, self._decision = self._decision, None
         parts.end("compute")
         result = self._updater.result(decision, parts.seconds)
-        if not result.skipped:
+        if not result.skipped and self._device.plan.update == "next_fetch":
             self._device.pending = Pending(decision.scalars, context.update)
         return result
+
+    def _apply_in_backward(self, tokens: int, context: StepContext) -> None:
+        """This step's own updates, if they are made in backward; none without a trained token."""
+        if self._device.plan.update == "in_backward":
+            scalars = self._updater.unclipped(tokens, context, self._torch_device)
+            finite = scalars.apply.repeat(len(self._device.units))
+            self._device.pending = Pending(scalars, context.update, finite)
 
     def _run(self, micro_batches: Sequence[MicroBatch], mode: Mode, window: int = 0) -> Work:
         device = self._torch_device
@@ -89,7 +98,7 @@ class StreamedStrategy:
         shape = StepShape(
             micro_batches=tuple(batch.input_ids.numel() for batch in batches),
             sequence_length=batches[0].input_ids.shape[1] if batches else 1,
-            pending=self._device.pending is not None,
+            pending=self._device.pending is not None and self._device.plan.update == "next_fetch",
             mode=mode,
         )
         if shape not in self._schedules:
@@ -127,9 +136,13 @@ class StreamedStrategy:
         places = self._built.norm_places[op.unit]
         if self._torch_device.type == "cuda":
             self._norms[places] = torch.stack(torch._foreach_norm(grads, 2)).double()
-            return
-        for place, grad in zip(places.tolist(), grads, strict=True):
-            self._norms[place] = torch.linalg.vector_norm(grad, dtype=torch.float64)
+        else:
+            for place, grad in zip(places.tolist(), grads, strict=True):
+                self._norms[place] = torch.linalg.vector_norm(grad, dtype=torch.float64)
+        pending = self._device.pending
+        if pending is not None and pending.finite is not None:  # of this unit and, with it, of all that backward comes to later
+            good = torch.isfinite(self._norms[places]).all() & torch.isfinite(self._now.loss_sum)
+            pending.finite[: op.unit + 1] &= good
 
     def _decide(self) -> None:
         work = self._now
@@ -162,6 +175,7 @@ class StreamedStrategy:
     def warm_up(self, micro_batch: MicroBatch) -> None:
         """Forward and backward of one batch, forgotten."""
         self._context = StepContext(0, 0, 0.0)
+        self._apply_in_backward(0, self._context)
         self._run([micro_batch], "train")
         self._decision = None
 

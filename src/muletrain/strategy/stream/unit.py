@@ -48,16 +48,17 @@ class HostUnit:
         take: Take,
         most: int,
         on_card: bool = False,
+        stored: bool = True,
     ) -> None:
         """`named`: canonical names and parameters (the meta device will do). `most`: elements in a piece of state.
 
-        `on_card`: `take` gives device memory, and the gradient stays where it is summed.
+        `on_card`: `take` gives device memory, and the gradient stays where it is summed. `stored`: gradients go to the host.
         """
         self.number, self.on_card, self.layout, self._formats = number, on_card, FlatLayout.of(named), formats
         self.pieces: tuple[Region, ...] = tuple(self.layout.pieces(most)) if self.layout.size else ()
         size = self.layout.size
         self.state = _state(formats.state, size, take)
-        self.gradient = take(0 if on_card else size, formats.gradient)
+        self.gradient = take(size if stored and not on_card else 0, formats.gradient)
         master = self.state.master
         self.working: Tensor
         """What the model computes with: [size] of the compute dtype."""
@@ -144,7 +145,9 @@ def _pair(size: int, take: Take) -> SplitMaster:
     return SplitMaster(take(size, torch.bfloat16), take(size, torch.int16))
 
 
-def unit_bytes(named: Sequence[tuple[str, Tensor]], formats: Formats, padded: Callable[[int, torch.dtype], int]) -> int:
+def unit_bytes(
+    named: Sequence[tuple[str, Tensor]], formats: Formats, padded: Callable[[int, torch.dtype], int], stored: bool
+) -> int:
     """What a unit takes of an arena: the same requests as HostUnit makes, only counted."""
     total = 0
 
@@ -153,7 +156,7 @@ def unit_bytes(named: Sequence[tuple[str, Tensor]], formats: Formats, padded: Ca
         total += padded(elements, dtype)
         return torch.empty(elements, dtype=dtype, device="meta")
 
-    HostUnit(0, named, formats, count, BLOCK * 1024)
+    HostUnit(0, named, formats, count, BLOCK * 1024, stored=stored)
     return total
 
 
