@@ -6,41 +6,7 @@ import pytest
 
 from muletrain.planner.speed import speed_of, with_rates
 from muletrain.spec.errors import InputError
-from muletrain.spec.machine import AttentionRate, ComputeRates, Gpu, LinkRates, Machine, MatmulRate, Measured, Sample
-from tests.planner.boxes import H200, RTX_4090, T4, box
-
-
-def one(value: float) -> Sample:
-    return Sample(median=value, low=value, high=value, n=1)
-
-
-def measured(device: str, **changes: object) -> Measured:
-    """Two products, a thin one at half the rate."""
-    rates = ComputeRates(
-        device=device,
-        matmuls=(
-            MatmulRate(dtype="bf16", m=1024, k=1024, n=1024, flops_s=one(8.0)),
-            MatmulRate(dtype="bf16", m=16, k=1024, n=1024, flops_s=one(4.0)),
-            MatmulRate(dtype="fp32", m=64, k=64, n=64, flops_s=one(1.0)),
-        ),
-        attention=(
-            AttentionRate(
-                dtype="bf16", rows=1, sequence=512, heads=2, kv_heads=2, head_dim=64, forward_flops_s=one(3.0),
-                backward_flops_s=one(2.0),
-            ),
-        ),
-        memory_bytes_s=one(100.0),
-        kernel_s=one(0.5),
-    )  # fmt: skip
-    link = LinkRates(gpu=1, up=one(5), down=one(6), both=one(10), copy_s=one(0.1))
-    return Measured(
-        taken="2026-11-30T00:00:00Z", torch="2.13", seconds=1.0, compute=(rates,), links=(link,), peers=(), host_copy=(),
-        disks=(), missing=(),
-    ).model_copy(update=changes)  # fmt: skip
-
-
-def measured_box(*gpus: Gpu, device: str) -> Machine:
-    return box(*gpus).model_copy(update={"measured": measured(device)})
+from tests.planner.boxes import H200, RTX_4090, T4, box, measured_box
 
 
 def test_measured_rates_win_and_each_card_has_its_own_link() -> None:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from muletrain.spec.value import Value
 
+SCHEMA_VERSION = 1
 Dtype = Literal["bf16", "fp16", "fp32", "tf32", "fp64"]
 
 
@@ -87,13 +88,22 @@ class LinkRates(Value):
     """A copy of a few bytes: what starting one costs."""
 
 
+class LinksTogether(Value):
+    """All cards at the same time, summed: what host memory and shared bridges let through."""
+
+    up: Sample
+    down: Sample
+    both: Sample
+
+
 class PeerRates(Value):
     """From one card to another."""
 
     source: int
     target: int
-    direct: bool
-    """The driver lets them reach each other's memory; otherwise copies pass through host memory."""
+    route: Literal["peer", "driver", "host"]
+    """peer: one card writes the other's memory. driver: it may not, and the driver copies through memory of its own. host: down
+    to registered host memory and up again, piece by piece."""
     bytes_s: Sample
     equal: bool
     """All bytes arrived as they were sent."""
@@ -129,6 +139,8 @@ class Measured(Value):
     compute: tuple[ComputeRates, ...]
     """One for each kind of card, and the processor's."""
     links: tuple[LinkRates, ...]
+    together: LinksTogether | None
+    """None: fewer than two cards."""
     peers: tuple[PeerRates, ...]
     host_copy: tuple[HostCopy, ...]
     disks: tuple[DiskRates, ...]
@@ -139,6 +151,7 @@ class Measured(Value):
 class Machine(Value):
     """One box. Sizes are what the box has; a recipe's limits are applied by the planner."""
 
+    schema_version: int = SCHEMA_VERSION
     hostname: str
     cpu: str
     cores: int
