@@ -186,6 +186,11 @@ class StreamedStrategy:
         if self._torch_device.type == "cuda":
             torch.cuda.synchronize(self._torch_device)
 
+    def close(self) -> None:
+        """Gives pinned host memory back to the driver; nothing may be asked of this strategy afterwards."""
+        for arena in self._built.arenas:
+            arena.close()
+
     # --- state ------------------------------------------------------------------------------------------------------
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:

@@ -1,0 +1,1 @@
+"""Measurements on one GPU; scripts/gpu_check is their command."""
