@@ -68,8 +68,11 @@ def test_eager_blocks_make_more_passes_and_inputs_on_the_host_two() -> None:
 
 
 def test_gpt2_has_four_matrices_and_no_rotary() -> None:
-    shape = LLAMA.model_copy(update={"family": "gpt2", "kv_heads": 4})
+    matrices = 4 * H * H + 2 * H * F
+    changes = {"family": "gpt2", "kv_heads": 4, "gated": False, "matmul_parameters": 3 * matrices + V * H}
+    shape = LLAMA.model_copy(update=changes)
     assert block_products(shape) == [(H, 3 * 8), (8, H), (H, F), (F, H)]
+    assert block_time(shape, RUN, PLAIN).forward.matmul_s == 2 * matrices * TOKENS
     found = block_time(shape, RUN, PLAIN)
     assert found.forward.elementwise_s == 2 * TOKENS * (9 * H + 2 * F)
     assert found.input_gradient.elementwise_s == 2 * TOKENS * (11 * H + 3 * F)

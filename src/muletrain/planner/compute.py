@@ -20,7 +20,7 @@ Rates come from planner.speed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from muletrain.planner.footprint import Footprint
@@ -31,6 +31,10 @@ from muletrain.spec.errors import InputError
 from muletrain.spec.model_shape import ModelShape
 
 EAGER_PASSES: Final = 3.5
+POSITIONED: Final = ("gpt2", "bert")
+"""Families with learned positions: nothing turns queries and keys."""
+FUSED_QUERIES: Final = ("gpt2", "baichuan")
+"""Families whose queries, keys and values come from one matrix."""
 STARTS: Final = {True: (14, 34), False: (45, 110)}
 """Operations of a block forward and backward, by whether it is compiled."""
 
@@ -80,41 +84,48 @@ class UnitParts:
 
 
 def block_time(shape: ModelShape, run: Footprint, speed: Speed) -> UnitParts:
-    """Of one block."""
-    c, tokens = run.bytes_of[1], run.tokens
-    products = block_products(shape)
-    forward_s = [speed.product_s(tokens, inputs, outputs) for inputs, outputs in products]
-    attention = [
-        speed.attention_s(run.micro_batch, run.sequence_length, shape.heads, shape.head_dim, backward=backward)
-        for backward in (False, True)
-    ]
+    """Of one block; the mean of all where they differ. What joins gradients to the sums is of a mean block too."""
+    c, tokens, h = run.bytes_of[1], run.tokens, shape.hidden
+    forward_s, input_s, weight_s = (_products_s(shape, tokens, speed, way) for way in ("forward", "input", "weight"))
+    flops = shape.attention_flops_a_token(run.sequence_length) / 3 / shape.layers * tokens
+    attention = [speed.attention_s(flops, shape.head_dim, run.sequence_length, backward=back) for back in (False, True)]
     pass_s = c * tokens * (1.0 if run.compiled else EAGER_PASSES) / speed.memory_bytes_s
-    turned = 0 if shape.family == "gpt2" else 2 * (shape.heads + shape.kv_heads) * shape.head_dim
-    gates = 0 if shape.family == "gpt2" else shape.ffn
+    turned = 2 * (shape.heads + shape.kv_heads) * shape.head_dim if shape.family not in POSITIONED else 0
+    gates = shape.ffn if shape.gated else 0
     starts, back_starts = STARTS[run.compiled]
-    copied = 2 * shape.hidden if run.strategy == "streamed" and run.streaming.inputs == "host" else 0
-    again = 6 * shape.hidden + turned + 2 * shape.ffn + gates
-    forward = Parts(sum(forward_s), attention[0], (again + 3 * shape.hidden + copied) * pass_s)
-    input_gradient = Parts(
-        sum(speed.product_s(tokens, outputs, inputs) for inputs, outputs in products),
-        attention[1],
-        (11 * shape.hidden + turned + 3 * shape.ffn + 2 * gates) * pass_s,
-    )
+    copied = 2 * h if run.strategy == "streamed" and run.streaming.inputs == "host" else 0
+    again = 6 * h + turned + 2 * shape.ffn + gates
+    forward = Parts(sum(forward_s), attention[0], (again + 3 * h + copied) * pass_s)
+    input_gradient = Parts(sum(input_s), attention[1], (11 * h + turned + 3 * shape.ffn + 2 * gates) * pass_s)
     return UnitParts(
         forward=_started(forward, starts, speed),
         recompute=_started(Parts(sum(forward_s[:-1]), attention[0], again * pass_s), starts - 1, speed),
         input_gradient=_started(input_gradient, back_starts, speed),
-        weight_gradient=Parts(sum(speed.product_s(outputs, tokens, inputs) for inputs, outputs in products)),
-        sums=_sums(shape.block_parameters, run, speed),
+        weight_gradient=Parts(sum(weight_s)),
+        sums=_sums(sum(shape.block_sizes) / shape.layers, run, speed),
     )
 
 
 def block_products(shape: ModelShape) -> list[tuple[int, int]]:
-    """(inputs, outputs) of a block's matrices, the last one last."""
+    """(inputs, outputs) of a dense block's matrices, the last one last. What differs from it (experts that few tokens go to,
+    latent attention) counts by its parameters."""
     h, width, kv_width = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    if shape.family == "gpt2":
-        return [(h, width + 2 * kv_width), (width, h), (h, shape.ffn), (shape.ffn, h)]
-    return [(h, width), (h, kv_width), (h, kv_width), (width, h), (h, shape.ffn), (h, shape.ffn), (shape.ffn, h)]
+    attention = [(h, width + 2 * kv_width), (width, h)]
+    if shape.family not in FUSED_QUERIES:
+        attention = [(h, width), (h, kv_width), (h, kv_width), (width, h)]
+    return [*attention, *[(h, shape.ffn)] * (2 if shape.gated else 1), (shape.ffn, h)]
+
+
+def _products_s(shape: ModelShape, tokens: int, speed: Speed, way: str) -> list[float]:
+    """Seconds of each matrix of a block: forward, its input's gradient or its own."""
+    products = block_products(shape)
+    share = (shape.matmul_parameters - shape.vocab * shape.hidden) / shape.layers / sum(a * b for a, b in products)
+    sizes = {"forward": (0, 1, 2), "input": (0, 2, 1), "weight": (2, 0, 1)}[way]
+    found = []
+    for inputs, outputs in products:
+        m, k, n = ((tokens, inputs, outputs)[place] for place in sizes)
+        found.append(share * speed.product_s(m, k, n))
+    return found
 
 
 def head_time(shape: ModelShape, run: Footprint, speed: Speed) -> UnitParts:
@@ -167,9 +178,9 @@ def optimizer_s(parameters: float, run: Footprint, speed: Speed) -> float:
 
 def unit_times(shape: ModelShape, run: Footprint, speed: Speed) -> tuple[UnitTime, ...]:
     """By unit of a streamed step, for schedule.simulate."""
-    outer = (embedding_time(shape, run, speed), head_time(shape, run, speed))
-    block = _unit_time(block_time(shape, run, speed), run.tokens)
-    return (_unit_time(outer[0], run.tokens), *[block] * shape.layers, _unit_time(outer[1], run.tokens))
+    first, block, head = (time(shape, run, speed) for time in (embedding_time, block_time, head_time))
+    blocks = [replace(block, sums=_sums(size, run, speed)) for size in shape.block_sizes]
+    return tuple(_unit_time(parts, run.tokens) for parts in (first, *blocks, head))
 
 
 def stream_rates(shape: ModelShape, run: Footprint, speed: Speed) -> Rates:
@@ -190,7 +201,7 @@ def stream_rates(shape: ModelShape, run: Footprint, speed: Speed) -> Rates:
     )
 
 
-def _sums(parameters: int, run: Footprint, speed: Speed) -> Parts:
+def _sums(parameters: float, run: Footprint, speed: Speed) -> Parts:
     m, c = run.bytes_of
     return Parts(elementwise_s=parameters * (c + m * (2 - 1 / run.rounds)) / speed.memory_bytes_s)
 

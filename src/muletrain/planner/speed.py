@@ -3,10 +3,10 @@
 Measured: a product of any shape takes what its neighbours among the measured ones take, by their distance in powers of two in
 all three sizes; attention likewise by head size and length. From the catalogue: the dense peak times what is reached of it.
 Shares of the peak, where a card's own product rate is not in the catalogue: products 0.80 (median of the eight cards of the
-catalogue that have one: 0.64 to 0.87); attention 0.60 forward and 0.50 backward (FlashAttention-2, Dao 2023, table of A100
-rates), 0.40 and 0.33 on Hopper, whose own instructions that kernel does not use (same paper, H100 figure); memory 0.87
-of the stated bandwidth; a link of PCIe lanes 0.80 each way, 0.90 of both ways' sum when both are busy (measured on an H200 at
-0.88, docs/LOG.md; 24 to 25 of 31.5 GB/s on RTX 4090s).
+catalogue that have one: 0.64 to 0.87), 0.95 on GeForce, whose peak with fp32 accumulation is halved (RTX 4090: 151 to 168 of
+165 TFLOP/s measured); attention 0.60 forward and 0.50 backward (FlashAttention-2, Dao 2023, A100), 0.40 and 0.33 from Hopper
+on, whose own instructions that kernel does not use (same paper, H100); memory 0.87 of the stated bandwidth; both ways of a
+link together 0.90 of the sum (measured on an H200 at 0.88 to 0.91, docs/LOG.md).
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from muletrain.catalog.gpus import gpu_peak, gpu_rows
+from muletrain.catalog.gpus import driver_spec
 from muletrain.spec.errors import InputError
 from muletrain.spec.machine import ComputeRates, Gpu, LinkRates, Machine
 from muletrain.spec.recipe import ComputeDtype
 
-PRODUCT_SHARE: Final = 0.80
+PRODUCT_SHARE, GEFORCE_PRODUCT_SHARE = 0.80, 0.95
 ATTENTION_SHARE: Final = (0.60, 0.50)
 HOPPER_ATTENTION_SHARE: Final = (0.40, 0.33)
 MEMORY_SHARE: Final = 0.87
-LINK_SHARE, DUPLEX_SHARE = 0.80, 0.90
-LANE_BYTES_S: Final = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
-"""A lane each way, after coding, by PCIe generation (PCI-SIG base specifications)."""
+DUPLEX_SHARE: Final = 0.90
 KERNEL_S, COPY_S = 5e-6, 10e-6
 """From one operation to the next and for starting a copy, where nothing is measured (an H200 with 16 cores: 4 and 9)."""
 
@@ -59,16 +57,16 @@ class Speed:
     memory_bytes_s: float
     kernel_s: float
     link: Link | None
-    """None: no card, or its link is not known."""
+    """None: the processor, or a card whose link was not measured."""
 
     def product_s(self, m: int, k: int, n: int) -> float:
         """Seconds of an m x k by k x n product."""
         return 2.0 * m * k * n / _near(self.products, (m, k, n))
 
-    def attention_s(self, rows: int, sequence: int, heads: int, head_dim: int, *, backward: bool = False) -> float:
-        """Seconds of causal attention over whole rows."""
-        flops = 2.0 * rows * sequence**2 * heads * head_dim * (2.5 if backward else 1.0)
-        return flops / _near(self.attention_backward if backward else self.attention_forward, (head_dim, sequence))
+    def attention_s(self, flops: float, head_dim: int, sequence: int, *, backward: bool = False) -> float:
+        """Seconds of attention whose forward does `flops`; backward does 2.5 times that."""
+        rates = self.attention_backward if backward else self.attention_forward
+        return flops * (2.5 if backward else 1.0) / _near(rates, (head_dim, sequence))
 
 
 def speed_of(machine: Machine, dtype: ComputeDtype, gpu: int = 0) -> Speed:
@@ -86,20 +84,22 @@ def speed_of(machine: Machine, dtype: ComputeDtype, gpu: int = 0) -> Speed:
 
 def catalogue_speed(card: Gpu, dtype: ComputeDtype) -> Speed:
     """From the card's data sheet. Raises InputError for an unknown card or a format that it does not compute in."""
-    row, peak = gpu_rows().get(card.name), gpu_peak(card.name, "tf32" if dtype == "fp32" else dtype)
-    if row is None or peak is None:
-        what = "is not in the catalogue" if row is None else f"has no {dtype} rate in the catalogue"
+    spec = driver_spec(card.name)
+    peak = spec.flops.get("tf32" if dtype == "fp32" else dtype) if spec else None
+    if spec is None or peak is None:
+        what = "is not in the catalogue" if spec is None else f"has no {dtype} rate in the catalogue"
         raise InputError(f"{card.name} {what}: measure it with `mule probe --out machine.json` and plan with --on machine.json")
-    product = float(row["measured_bf16_matmul_tflops"] or 0) * 1e12 if dtype in ("bf16", "fp16") else 0.0
-    forward, backward = HOPPER_ATTENTION_SHARE if card.capability[0] == 9 else ATTENTION_SHARE
+    product = spec.measured_bf16_flops if dtype in ("bf16", "fp16") else 0.0
+    forward, backward = HOPPER_ATTENTION_SHARE if spec.capability >= (9, 0) and not spec.geforce else ATTENTION_SHARE
+    link = spec.link_bytes_s
     return Speed(
-        source=f"catalogue: {row['gpu']}, shares of its dense peak",
-        products=(((1, 1, 1), product or PRODUCT_SHARE * peak),),
+        source=f"catalogue: {spec.name}, shares of its dense peak",
+        products=(((1, 1, 1), product or (GEFORCE_PRODUCT_SHARE if spec.geforce else PRODUCT_SHARE) * peak),),
         attention_forward=(((1, 1), forward * peak),),
         attention_backward=(((1, 1), backward * peak),),
-        memory_bytes_s=MEMORY_SHARE * float(row["bandwidth_gb_s"]) * 1e9,
+        memory_bytes_s=MEMORY_SHARE * spec.bandwidth_bytes_s,
         kernel_s=KERNEL_S,
-        link=_lanes(row),
+        link=Link(link, link, 2 * DUPLEX_SHARE * link, COPY_S),
     )
 
 
@@ -117,13 +117,6 @@ def with_rates(speed: Speed, *, product_flops_s: float = 0.0, link_bytes_s: floa
         both = 2 * DUPLEX_SHARE * link_bytes_s
         speed = replace(speed, link=Link(link_bytes_s, link_bytes_s, both, speed.link.copy_s if speed.link else COPY_S))
     return speed
-
-
-def _lanes(row: dict[str, str]) -> Link | None:
-    if not row["pcie_gen"] or not row["pcie_lanes"]:
-        return None
-    each = LINK_SHARE * LANE_BYTES_S[int(row["pcie_gen"])] * int(row["pcie_lanes"])
-    return Link(each, each, 2 * DUPLEX_SHARE * each, COPY_S)
 
 
 def _measured(machine: Machine, device: str, dtype: ComputeDtype, link: LinkRates | None) -> Speed:

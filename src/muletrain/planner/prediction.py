@@ -1,0 +1,119 @@
+"""Predicts a planned run on a machine: seconds by part, memory by part, and for a streamed run its timeline and its bound.
+
+From the Plan that the run is made of and the rates of the box, measured or from the catalogue; nothing of the run itself. The
+bound is what no order of a streamed step's ops can beat: all its arithmetic, or all its transfers, without any overhead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from muletrain.planner.compute import Parts, compute_time, optimizer_s, stream_rates
+from muletrain.planner.footprint import Footprint
+from muletrain.planner.memory import ledger
+from muletrain.planner.speed import Speed, speed_of
+from muletrain.planner.streamed import stream_plan
+from muletrain.schedule.build import build
+from muletrain.schedule.ops import StepShape
+from muletrain.schedule.simulate import simulate
+from muletrain.schedule.timeline import TimelineRecord, timeline_record
+from muletrain.spec.errors import InputError
+from muletrain.spec.ledger import Ledger
+from muletrain.spec.machine import Machine
+from muletrain.spec.plan import Plan
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One step of one worker among many alike."""
+
+    tokens: int
+    """Positions in a step, over all workers."""
+    step_s: float
+    bound_s: float
+    """Resident: the step itself."""
+    time_s: dict[str, float]
+    """By part, without overlap: matmul, attention, elementwise, launch, update; streamed also what compute waits for."""
+    ledger: Ledger
+    source: str
+    """Of the rates."""
+    timeline: TimelineRecord | None
+    """Streamed only."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Positions, not trained tokens: padding is not known before the data is."""
+        return self.tokens / self.step_s
+
+
+def footprint(plan: Plan) -> Footprint:
+    """What memory and time of a plan depend on."""
+    return Footprint(
+        strategy=plan.memory.strategy,
+        activations=plan.memory.activations,
+        compute=plan.precision.compute,
+        compiled=plan.train.compile,
+        device=plan.parallel.device,
+        workers=plan.parallel.workers,
+        micro_batch=plan.train.micro_batch,
+        micro_batches=plan.train.micro_batches,
+        sequence_length=plan.data.sequence_length,
+        loss_chunk=plan.memory.loss_chunk,
+        streaming=plan.memory.streaming,
+    )
+
+
+def predict(plan: Plan, machine: Machine) -> Prediction:
+    """Of resident and streamed runs of one worker. Raises InputError for any other, or where rates are not known."""
+    run, shape = footprint(plan), plan.model.shape
+    if run.workers > 1 or run.strategy not in ("resident", "streamed"):
+        raise InputError(
+            f"memory.strategy: the time of {run.strategy} on {run.workers} workers is not predicted; "
+            "resident and streamed with parallel.workers: 1 are"
+        )
+    speed = speed_of(machine if run.device == "cuda" else machine.model_copy(update={"gpus": ()}), run.compute)
+    parts = compute_time(shape, run, speed)
+    if run.strategy == "streamed" and run.device == "cuda":
+        return _streamed(plan, run, parts, speed)
+    update_s = optimizer_s(shape.parameters, run, speed)
+    step_s = parts.total_s + update_s
+    return Prediction(
+        tokens=plan.tokens_per_step,
+        step_s=step_s,
+        bound_s=step_s,
+        time_s={**_named(parts), "update": update_s},
+        ledger=ledger(shape, run),
+        source=speed.source,
+        timeline=None,
+    )
+
+
+def _streamed(plan: Plan, run: Footprint, parts: Parts, speed: Speed) -> Prediction:
+    shape = plan.model.shape
+    layout, rates = stream_plan(shape, run), stream_rates(shape, run, speed)
+    step = StepShape(
+        micro_batches=(run.tokens,) * run.micro_batches,
+        sequence_length=run.sequence_length,
+        pending=layout.update == "next_fetch",
+        mode="train",
+    )
+    schedule = build(layout, step)
+    line = simulate(schedule, rates)
+    return Prediction(
+        tokens=plan.tokens_per_step,
+        step_s=line.step_s,
+        bound_s=line.bound_s,
+        time_s={**_named(parts), "update": line.busy_s["update"], "waiting": line.exposed_s},
+        ledger=ledger(shape, run),
+        source=speed.source,
+        timeline=timeline_record("simulated", line.tokens, zip(schedule.ops, line.start, line.end, strict=True)),
+    )
+
+
+def _named(parts: Parts) -> dict[str, float]:
+    return {
+        "matmul": parts.matmul_s,
+        "attention": parts.attention_s,
+        "elementwise": parts.elementwise_s,
+        "launch": parts.launch_s,
+    }

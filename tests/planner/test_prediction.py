@@ -1,0 +1,62 @@
+"""Predictions are sums of what compute, schedule and ledger say, from the plan and the box alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from muletrain.planner.compute import compute_time, optimizer_s
+from muletrain.planner.memory import ledger
+from muletrain.planner.prediction import footprint, predict
+from muletrain.planner.resolve import resolve
+from muletrain.planner.speed import speed_of
+from muletrain.spec.errors import InputError
+from muletrain.spec.plan import Plan
+from tests.planner.boxes import H200, box, request
+
+MACHINE = box(H200, host_gib=512)
+
+
+def planned(strategy: str, **changes: Any) -> Plan:
+    keys = {"memory.strategy": strategy, "precision.compute": "bf16", "train.micro_batch": 2, "parallel.workers": 1} | changes
+    return resolve(request(keys), MACHINE if strategy != "zero3" else box(H200, H200))
+
+
+def test_a_resident_step_is_its_arithmetic_and_its_update() -> None:
+    plan = planned("resident")
+    found, run, speed = predict(plan, MACHINE), footprint(plan), speed_of(MACHINE, "bf16")
+    shape = plan.model.shape
+    expected = compute_time(shape, run, speed).total_s + optimizer_s(shape.parameters, run, speed)
+    assert found.step_s == found.bound_s == sum(found.time_s.values()) == pytest.approx(expected)
+    assert found.tokens_per_s == plan.tokens_per_step / found.step_s and found.tokens == 4096
+    assert found.ledger == plan.memory.ledger and found.timeline is None
+    assert found.source == "catalogue: H200 SXM 141GB, shares of its dense peak"
+
+
+def test_a_streamed_step_is_its_timeline() -> None:
+    plan = planned("streamed")
+    found = predict(plan, MACHINE)
+    assert found.timeline is not None and found.timeline.source == "simulated"
+    assert found.step_s == found.timeline.step_s >= found.bound_s > 0
+    assert found.ledger == plan.memory.ledger == ledger(plan.model.shape, footprint(plan))
+    busy = found.timeline.busy_s()
+    assert busy["update"] == pytest.approx(found.time_s["update"])
+    compute = sum(found.time_s[part] for part in ("matmul", "attention", "elementwise", "launch"))
+    modelled = busy["forward"] + busy["backward"] + busy["epilogue"]
+    overhead = 10e-6 * sum(op.kind in ("forward", "backward", "epilogue") for op in found.timeline.ops)
+    assert modelled == pytest.approx(compute + overhead)
+
+
+def test_updates_in_backward_leave_nothing_pending() -> None:
+    found = predict(planned("streamed", **{"train.clip_norm": 0}), MACHINE)
+    assert found.timeline is not None
+    assert [op.kind for op in found.timeline.ops].index("update") > [op.kind for op in found.timeline.ops].index("epilogue")
+
+
+def test_what_is_not_predicted_is_told() -> None:
+    with pytest.raises(InputError, match="the time of zero3 on 2 workers is not predicted; resident and streamed"):
+        predict(planned("zero3", **{"parallel.workers": 2}), box(H200, H200))
+    plan = planned("resident", **{"parallel.device": "cpu", "precision.compute": "fp32"})
+    with pytest.raises(InputError, match="the processor of box is not measured"):
+        predict(plan, MACHINE)
