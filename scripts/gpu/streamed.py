@@ -18,12 +18,12 @@ import torch
 from muletrain.models.build import build_on_meta
 from muletrain.optim.schedule import learning_rate
 from muletrain.precision.policy import precision_of
-from muletrain.probe.link import link
-from muletrain.probe.timing import Effort
+from muletrain.spec.machine import Machine
 from muletrain.spec.plan import Plan
 from muletrain.strategy.apply import build_strategy
 from muletrain.strategy.contract import StepContext
 
+from .predicted import beside, probed
 from .setting import DrawnOnDevice, DriverMemory, cap_memory, device_here, matmul_rate, plan_for, stream_of, text_corpus, wait
 
 CEILING = 0.70
@@ -87,13 +87,11 @@ def busy(traced: list[Any]) -> tuple[dict[str, float], float]:
 
 def streamed_part(options: argparse.Namespace) -> dict[str, Any]:
     """All points asked for, one line each, ratios first."""
-    rate, device = matmul_rate(), device_here()
-    links = {}
-    if device.type == "cuda":
-        links = {way: found["median"] for way, found in link(0, Effort()).model_dump(include={"up", "down", "both"}).items()}
-        torch.cuda.empty_cache()
+    rate, device, machine = matmul_rate(), device_here(), probed(options.out)
+    assert machine.measured is not None
+    links = machine.measured.links[0] if machine.measured.links else None
     cap_memory()
-    shown = {way: round(bytes_per_s / 1e9, 1) for way, bytes_per_s in links.items()}
+    shown = {way: round(getattr(links, way).median / 1e9, 1) for way in ("up", "down", "both")} if links else {}
     print(f"bf16 matmul {rate / 1e12:.0f} TFLOP/s, link {shown} GB/s", flush=True)
     records: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
@@ -107,20 +105,19 @@ def streamed_part(options: argparse.Namespace) -> dict[str, Any]:
             strategy = build_strategy(same[-1], model, DrawnOnDevice(model), device)
             print(f"{label}: built in {time.perf_counter() - start:.0f} s", flush=True)
             for plan in same:
-                records.append(
-                    {"name": label, "plan": plan.model_dump(mode="json"), **_point(plan, strategy, options.steps, rate)}
-                )
+                point = _point(plan, strategy, options, rate, machine)
+                records.append({"name": label, "plan": plan.model_dump(mode="json"), **point})
             strategy.close()
             del strategy, model
             gc.collect()
             torch.cuda.empty_cache()
-    return {"matmul_flops": rate, "links": links, "runs": records}
+    return {"matmul_flops": rate, "links": shown, "runs": records}
 
 
-def _point(plan: Plan, strategy: Any, count: int, rate: float) -> dict[str, Any]:
+def _point(plan: Plan, strategy: Any, options: argparse.Namespace, rate: float, machine: Machine) -> dict[str, Any]:
     torch.cuda.reset_peak_memory_stats() if torch.cuda.is_available() else None
     with DriverMemory() as memory:
-        times, losses, traced = steps(plan, strategy, count)
+        times, losses, traced = steps(plan, strategy, options.steps)
     step_s, tokens = statistics.median(times[2:]), plan.tokens_per_step
     ceiling = CEILING * rate / plan.model.shape.flops_a_token(plan.data.sequence_length)
     parts, traced_s = busy(traced)
@@ -131,7 +128,10 @@ def _point(plan: Plan, strategy: Any, count: int, rate: float) -> dict[str, Any]
         f"{losses[0]:.3f} -> {losses[-1]:.3f}\n    busy {parts}",
         flush=True,
     )
+    name = f"{options.shape}-{plan.train.optimizer.state}-clip{plan.train.clip_norm:g}-{tokens}"
+    predicted = beside(plan, machine, traced, step_s, memory.peak_bytes, options.out, name)
     return {
         "tokens": tokens, "tokens_per_s": tokens / step_s, "of_ceiling": tokens / step_s / ceiling, "step_s": step_s,
         "times": times, "losses": losses, "device_gib": peak, "planned_gib": planned, "traced_s": traced_s, "busy_s": parts,
+        "predicted": predicted,
     }  # fmt: skip
