@@ -4,6 +4,7 @@ driver's view of memory."""
 from __future__ import annotations
 
 import json
+import resource
 import sysconfig
 import threading
 import time
@@ -66,10 +67,11 @@ def wait() -> None:
 
 
 def matmul_rate(size: int = 8192) -> float:
-    """FLOP/s of a square bf16 product, median."""
+    """FLOP/s of a square bf16 product, the best of several samples: what it is measured against is not lowered by a moment
+    in which the card was throttled."""
     if not torch.cuda.is_available():
         size = 256
-    return matmul(device_here(), "bf16", size, size, size, Effort()).flops_s.median
+    return matmul(device_here(), "bf16", size, size, size, Effort()).flops_s.high
 
 
 def text_corpus(folder: Path) -> None:
@@ -84,8 +86,10 @@ def text_corpus(folder: Path) -> None:
     train_tokenizer((file.read_text("utf-8", "replace") for file in sorted(corpus.iterdir())), 8192, tokenizer)
 
 
-def plan_for(folder: Path, shape: str, keys: dict[str, dict[str, Any]], *, sequence: int = 4096, capped: bool = False) -> Plan:
-    """The planner's own plan for this box, its card held to 24 GiB if `capped`. `keys`: {section: {key: value}}."""
+def plan_for(
+    folder: Path, shape: str, keys: dict[str, dict[str, Any]], *, sequence: int = 4096, card_bytes: int | None = None
+) -> Plan:
+    """The planner's own plan for this box, its card held to `card_bytes`. `keys`: {section: {key: value}}."""
     model = folder / shape
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps(SHAPES[shape]))
@@ -102,8 +106,8 @@ def plan_for(folder: Path, shape: str, keys: dict[str, dict[str, Any]], *, seque
     for section, values in keys.items():
         tree[section] = tree.get(section, {}) | values
     box = this_box()
-    if capped:
-        gpus = tuple(gpu.model_copy(update={"memory_bytes": CAP}) for gpu in box.gpus)
+    if card_bytes:
+        gpus = tuple(gpu.model_copy(update={"memory_bytes": card_bytes}) for gpu in box.gpus)
         box = box.model_copy(update={"gpus": gpus})
     return resolve(RunConfig.model_validate({"run_dir": str(folder / "run"), **tree}), box)
 
@@ -130,11 +134,16 @@ class DrawnOnDevice:
         return torch.ones(shape) if len(shape) == 1 else torch.empty(shape, device=device_here()).normal_(0.0, 0.02).cpu()
 
 
-def cap_memory() -> None:
-    """Holds this process to 24 GiB of the card, what the driver takes included."""
+def cap_memory(card_bytes: int = CAP) -> None:
+    """Holds this process to so much of the card, what the driver takes included."""
     if torch.cuda.is_available():
         whole = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction((CAP - CONTEXT) / whole)
+        torch.cuda.set_per_process_memory_fraction((card_bytes - CONTEXT) / whole)
+
+
+def host_peak_gib() -> float:
+    """Of this process, resident, pinned memory included."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 @dataclass

@@ -24,7 +24,18 @@ from muletrain.strategy.apply import build_strategy
 from muletrain.strategy.contract import StepContext
 
 from .predicted import beside, probed
-from .setting import DrawnOnDevice, DriverMemory, cap_memory, device_here, matmul_rate, plan_for, stream_of, text_corpus, wait
+from .setting import (
+    DrawnOnDevice,
+    DriverMemory,
+    cap_memory,
+    device_here,
+    host_peak_gib,
+    matmul_rate,
+    plan_for,
+    stream_of,
+    text_corpus,
+    wait,
+)
 
 CEILING = 0.70
 """Of the matrix product's rate: what the model's own arithmetic is done at where everything is on the card."""
@@ -52,7 +63,7 @@ def _plan(folder: Path, options: argparse.Namespace, moments: str, clip: float, 
     }
     if options.placement >= 0:
         keys["memory"]["placement"] = options.placement
-    return plan_for(folder, options.shape, keys, sequence=options.sequence, capped=True)
+    return plan_for(folder, options.shape, keys, sequence=options.sequence, card_bytes=round(options.card_gib * 2**30))
 
 
 def steps(plan: Plan, strategy: Any, count: int) -> tuple[list[float], list[float], list[Any]]:
@@ -90,7 +101,7 @@ def streamed_part(options: argparse.Namespace) -> dict[str, Any]:
     rate, device, machine = matmul_rate(), device_here(), probed(options.out)
     assert machine.measured is not None
     links = machine.measured.links[0] if machine.measured.links else None
-    cap_memory()
+    cap_memory(round(options.card_gib * 2**30))
     shown = {way: round(getattr(links, way).median / 1e9, 1) for way in ("up", "down", "both")} if links else {}
     print(f"bf16 matmul {rate / 1e12:.0f} TFLOP/s, link {shown} GB/s", flush=True)
     records: list[dict[str, Any]] = []
@@ -122,9 +133,11 @@ def _point(plan: Plan, strategy: Any, options: argparse.Namespace, rate: float, 
     ceiling = CEILING * rate / plan.model.shape.flops_a_token(plan.data.sequence_length)
     parts, traced_s = busy(traced)
     planned, peak = plan.memory.ledger.total("card") / 2**30, memory.peak_bytes / 2**30
+    host, planned_host = host_peak_gib(), plan.memory.ledger.total("host") / 2**30
     print(
         f"  {tokens / step_s / ceiling:.3f} of the ceiling ({ceiling:.0f}): {tokens:6d} tokens a step, {tokens / step_s:6.0f} "
-        f"tok/s, step {step_s:.3f} s of {[round(t, 2) for t in times]}, device {peak:.1f} GiB (planned {planned:.1f}), loss "
+        f"tok/s, step {step_s:.3f} s of {[round(t, 2) for t in times]}, device {peak:.1f} GiB (planned {planned:.1f}), "
+        f"host {host:.1f} (planned {planned_host:.1f}), loss "
         f"{losses[0]:.3f} -> {losses[-1]:.3f}\n    busy {parts}",
         flush=True,
     )
@@ -133,5 +146,6 @@ def _point(plan: Plan, strategy: Any, options: argparse.Namespace, rate: float, 
     return {
         "tokens": tokens, "tokens_per_s": tokens / step_s, "of_ceiling": tokens / step_s / ceiling, "step_s": step_s,
         "times": times, "losses": losses, "device_gib": peak, "planned_gib": planned, "traced_s": traced_s, "busy_s": parts,
+        "host_gib": host, "planned_host_gib": planned_host,
         "predicted": predicted,
     }  # fmt: skip
