@@ -137,3 +137,20 @@ def test_parts_are_views_with_the_same_bits(kind: MomentKind) -> None:
         form.store(part, values[a * BLOCK : b * BLOCK], noise((b - a) * BLOCK, start=a * BLOCK))
     for one, other in zip(whole.tensors(), cut.tensors(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "8bit"])
+@pytest.mark.parametrize("signed", [True, False])
+def test_what_was_decoded_is_encoded_to_the_same_bytes(kind: MomentKind, signed: bool) -> None:
+    """At every magnitude down to numbers that are no longer normal, so that a checkpoint may hold fp32."""
+    form = MomentFormat(kind, signed)
+    exponents = torch.arange(-148, 127).repeat_interleave(BLOCK)
+    values = spread(exponents.numel(), seed=5).double() * 2.0 ** exponents.double()
+    values = (values if signed else values.abs()).float()
+    first, again = form.allocate(values.numel()), form.allocate(values.numel())
+    form.store(first, values, noise(values.numel()))
+    form.store(again, form.load(first), torch.full((values.numel(),), 0x7FFF, dtype=torch.int32))
+    assert first.values.any()
+    for one, other in zip(first.tensors(), again.tensors(), strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    assert (form.load(first).view(-1, BLOCK)[-200:] != 0).any(dim=1).all()

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from muletrain.data.batch import IGNORE
 from muletrain.spec.plan import ModelPlan
-from muletrain.strategy.contract import NonFiniteError, StepContext, Strategy
+from muletrain.strategy.contract import Narrow, NonFiniteError, StepContext, Strategy
 from tests.dist.workers import run_workers
 from tests.strategy.runs import Run, advance, batches_of, curve, replace_value, start, train, train_alone, worst
 
@@ -70,8 +70,14 @@ def snapshot(strategy: Strategy) -> dict[str, dict[str, torch.Tensor]]:
     """Whole copies of the training state."""
     whole = {}
     for kind, tensors in strategy.state_tensors().items():
-        whole[kind] = {n: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for n, t in tensors.items()}
+        whole[kind] = {name: _whole(tensor) for name, tensor in tensors.items()}
     return whole
+
+
+def _whole(tensor: torch.Tensor | Narrow) -> torch.Tensor:
+    if isinstance(tensor, Narrow):
+        return tensor.whole()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 def _half(rank: int, workers: int, run: Run) -> Any:
@@ -89,6 +95,8 @@ def _other_half(rank: int, workers: int, run: Run, state: Any, scalars: Any) -> 
             if isinstance(tensor, DTensor):
                 size, offset = -(-whole.shape[0] // workers), rank * -(-whole.shape[0] // workers)
                 tensor.to_local().copy_(whole[offset : offset + size])
+            elif isinstance(tensor, Narrow):
+                tensor.write(whole)
             else:
                 tensor.copy_(whole)
     strategy.loaded(scalars)
@@ -115,6 +123,7 @@ def _poisoned(rank: int, workers: int, run: Run) -> Any:
     advance(strategy, run, 0, 2, rank, workers)
     before = snapshot(strategy)
     weight = list(strategy.state_tensors()["parameter"].values())[1]
+    assert isinstance(weight, torch.Tensor)
     local = weight.to_local() if isinstance(weight, DTensor) else weight
     saved = local.clone()
     if rank == workers - 1:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 
 from muletrain.checkpoint.layout import PROGRESS, STATE, latest_complete
 from muletrain.checkpoint.progress import Progress
-from muletrain.checkpoint.save import dcp_quietly, flat_state
+from muletrain.checkpoint.state import State, flat_state, read_state
 from muletrain.spec.errors import InputError
 from muletrain.strategy.contract import Strategy
 
@@ -48,19 +46,18 @@ def load(folder: Path, strategy: Strategy, progress: Progress) -> None:
 
     Raises InputError, before anything is changed, if the checkpoint is of another model.
     """
-    tensors = flat_state(strategy)
+    state = flat_state(strategy)
     reader = dcp.FileSystemReader(folder / STATE)
-    _same_model(folder, tensors, reader)
-    with torch.no_grad(), dcp_quietly():
-        dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+    _same_model(folder, state, reader)
+    read_state(reader, state)
     strategy.loaded(progress.scalars)
 
 
-def _same_model(folder: Path, tensors: dict[str, Tensor], reader: dcp.FileSystemReader) -> None:
+def _same_model(folder: Path, state: State, reader: dcp.FileSystemReader) -> None:
     saved = {
         name: tuple(entry.size) for name, entry in reader.read_metadata().state_dict_metadata.items() if hasattr(entry, "size")
     }
-    wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    wanted = {name: tuple(tensor.shape) for name, tensor in state.items()}
     differ = [
         f"{name}: {list(saved[name]) if name in saved else 'absent'} in the checkpoint, "
         f"{list(wanted[name]) if name in wanted else 'absent'} in the model"

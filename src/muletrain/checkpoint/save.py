@@ -3,7 +3,8 @@
 Written aside, listed in a manifest, flushed, then renamed: a folder with its final name is complete or was damaged later.
 Worker 0 decides the name for all (a clock read by each would put shards into several folders). The state is DCP's, so each
 worker writes what it owns and any other number of workers reads it; the model beside it is an ordinary Hugging Face folder.
-Rejected: overwriting in place, and gathering the whole state on one worker.
+A save blocks: training stands still until all is written. Rejected: overwriting in place; gathering the whole state on one
+worker; writing while training goes on, for which the state would have to be held twice, or each unit's next update to wait.
 """
 
 from __future__ import annotations
@@ -11,15 +12,10 @@ from __future__ import annotations
 import secrets
 import shutil
 import time
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from muletrain.checkpoint.layout import (
@@ -39,6 +35,7 @@ from muletrain.checkpoint.layout import (
     write_durably,
 )
 from muletrain.checkpoint.progress import Progress
+from muletrain.checkpoint.state import flat_state, write_state
 from muletrain.checkpoint.together import CheckpointError, on_first, together, worker, workers
 from muletrain.spec.units import format_bytes
 from muletrain.strategy.contract import Strategy
@@ -104,9 +101,9 @@ def _make_folder(root: Path, final: Path) -> str:
 
 
 def _write(temporary: Path, strategy: Strategy, progress: Progress, write_model: ModelWriter) -> None:
-    tensors = flat_state(strategy)
+    state = flat_state(strategy)
     scalars = strategy.state_scalars()
-    together(lambda: _write_state(temporary / STATE, tensors))
+    together(lambda: write_state(temporary / STATE, state))
     together(lambda: _write_model(temporary / MODEL, strategy, write_model))
     content = progress.model_copy(update={"scalars": scalars}).to_json()
     on_first(lambda: write_durably(temporary / PROGRESS, content))
@@ -114,28 +111,6 @@ def _write(temporary: Path, strategy: Strategy, progress: Progress, write_model:
     files = {name: entry for share in shares for name, entry in share.items()}
     manifest = Manifest(step=progress.update, files=dict(sorted(files.items())))
     on_first(lambda: write_durably(temporary / MANIFEST, manifest.to_json()))
-
-
-def flat_state(strategy: Strategy) -> dict[str, Tensor]:
-    """The live tensors under one flat name each: "exp_avg/model.layers.0.…"."""
-    return {f"{kind}/{name}": tensor for kind, named in strategy.state_tensors().items() for name, tensor in named.items()}
-
-
-@contextmanager
-def dcp_quietly() -> Iterator[None]:
-    """DCP warns when there is no process group, which is how one worker runs."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
-
-
-def _write_state(folder: Path, tensors: dict[str, Tensor]) -> None:
-    writer = dcp.FileSystemWriter(folder, sync_files=True)
-    try:
-        with torch.no_grad(), dcp_quietly():
-            dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
-    except dcp.api.CheckpointException as error:  # a BaseException, raised on every worker; its first failure is the cause
-        raise next(iter(error.failures.values()))[0] from None
 
 
 def _write_model(folder: Path, strategy: Strategy, write_model: ModelWriter) -> None:

@@ -1,6 +1,6 @@
-"""Writes a model as an ordinary Hugging Face folder, a shard at a time, and proves that it can be read back.
+"""Writes a model as an ordinary Hugging Face folder, a tensor at a time, and proves that it can be read back.
 
-The tensors arrive one by one from a strategy, which gathers each over all workers; only one shard is ever held. Rejected:
+The tensors arrive one by one from a strategy, which gathers each over all workers; only one is ever held. Rejected:
 `save_pretrained`, which needs the whole model in one place.
 """
 
@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from muletrain.models.build import build_hf
 from muletrain.models.causal import parameter_names
+from muletrain.models.shards import DTYPES, Shards
 from muletrain.models.weights import INDEX, SINGLE, locate_tensors
 from muletrain.spec.errors import InputError
 
@@ -56,8 +56,8 @@ def save_model_folder(
 
     `tensors` gives (Hugging Face name, whole tensor), a tied weight once; drawing from it is collective, so every worker calls
     this and only one passes `write=True` (the others just draw). `tokenizer_folder` is a folder or a tokenizer.json;
-    `generation_from` a model folder whose generation_config.json is kept. The host holds at most `shard_bytes` plus a tensor.
-    Raises OSError where the disk refuses.
+    `generation_from` a model folder whose generation_config.json is kept. The host holds one tensor.
+    Raises OSError where the disk refuses, ValueError where a tensor is missing or is none of the model's.
     """
     if not write:
         for _ in tensors:
@@ -65,7 +65,7 @@ def save_model_folder(
         return
     folder.mkdir(parents=True, exist_ok=True)
     _write_config(folder, config, dtype)
-    _write_weights(folder, tensors, dtype, shard_bytes)
+    _write_weights(folder, Shards(folder, _announced(config, dtype), dtype, shard_bytes), tensors)
     _write_generation_config(folder, config, generation_from)
     if tokenizer_folder is not None:
         copy_tokenizer(tokenizer_folder, folder)
@@ -85,14 +85,11 @@ def verify_model_folder(folder: Path) -> None:
         stored = found.pop(names[0], None)
         if stored is None:
             problems.append(f"{folder}: {names[0]} is missing")
-        elif stored != (shape, _SAFETENSORS[dtype]):
-            problems.append(f"{folder}: {names[0]} is {stored[1]} {list(stored[0])}, not {_SAFETENSORS[dtype]} {list(shape)}")
+        elif stored != (shape, DTYPES[dtype]):
+            problems.append(f"{folder}: {names[0]} is {stored[1]} {list(stored[0])}, not {DTYPES[dtype]} {list(shape)}")
     problems += [f"{folder}: {name} belongs to no parameter of the model" for name in found]
     if problems:
         raise InputError(*problems)
-
-
-_SAFETENSORS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def _header(path: Path, name: str) -> tuple[tuple[int, ...], str]:
@@ -101,39 +98,28 @@ def _header(path: Path, name: str) -> tuple[tuple[int, ...], str]:
         return tuple(part.get_shape()), part.get_dtype()
 
 
-def _write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, shard_bytes: int) -> None:
-    shards: list[tuple[Path, list[str]]] = []
-    held: dict[str, Tensor] = {}
-    held_bytes = total_bytes = total_parameters = 0
+def _announced(config: Any, dtype: torch.dtype) -> list[tuple[str, tuple[int, ...]]]:
+    return [(names[0], shape) for names, shape in parameter_names(build_hf(config, dtype))]
 
-    def put_down() -> None:
-        path = folder / f"shard-{len(shards) + 1:05d}.part"  # final names carry the number of shards, not known yet
-        save_file(held, path, metadata={"format": "pt"})
-        path.chmod((folder / "config.json").stat().st_mode)  # safetensors lets only the owner read its files
-        shards.append((path, list(held)))
-        held.clear()
 
+def _write_weights(folder: Path, shards: Shards, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    parameters = 0
     for name, tensor in tensors:
-        value = tensor.detach().to("cpu", dtype, copy=True).contiguous()  # the giver may use its buffer again
-        if held and held_bytes + value.nbytes > shard_bytes:
-            put_down()
-            held_bytes = 0
-        held[name] = value
-        held_bytes += value.nbytes
-        total_bytes += value.nbytes
-        total_parameters += value.numel()
-    put_down()
+        shards.put(name, tensor)
+        parameters += tensor.numel()
+    if shards.missing:
+        raise ValueError(f"{len(shards.missing)} tensors of the model were not given, {shards.missing[0]} among them")
     for stale in (*folder.glob("model*.safetensors"), folder / INDEX):
         stale.unlink(missing_ok=True)
-    if len(shards) == 1:
-        shards[0][0].rename(folder / SINGLE)
+    if len(shards.files) == 1:
+        shards.files[0][0].rename(folder / SINGLE)
         return
     weight_map = {}
-    for number, (path, names) in enumerate(shards, start=1):
-        final = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+    for number, (path, names) in enumerate(shards.files, start=1):
+        final = f"model-{number:05d}-of-{len(shards.files):05d}.safetensors"
         path.rename(folder / final)
         weight_map.update(dict.fromkeys(names, final))
-    metadata = {"total_parameters": total_parameters, "total_size": total_bytes}
+    metadata = {"total_parameters": parameters, "total_size": parameters * shards.itemsize}
     _write_json(folder / INDEX, {"metadata": metadata, "weight_map": weight_map})
 
 

@@ -58,9 +58,8 @@ def split_master(master: Tensor, out: SplitMaster | None = None) -> SplitMaster:
 
 
 def join_master(hi: Tensor, low: Tensor, out: Tensor | None = None) -> Tensor:
-    """The exact fp32 master of the pair. With `out` (contiguous fp32, same size) only bounded scratch is allocated."""
-    if out is None:
-        return join_bits(hi.view(torch.int16), low)
+    """The exact fp32 master of the pair, in `out` (contiguous fp32, same size) if given. Beside it only bounded scratch."""
+    out = torch.empty(hi.shape, device=hi.device) if out is None else out
     parts = (hi.view(-1).view(torch.int16), low.view(-1), out.view(-1))
     for high, rest, target in zip(*(torch.split(part, _CHUNK) for part in parts), strict=True):
         target.copy_(join_bits(high, rest))

@@ -8,9 +8,11 @@ or of an 8-bit code, so nearest rounding would freeze it.
 (code / levels)^4, with 127 levels and a sign for the first moment, 255 for the second. For the second moment neighbouring codes
 differ by 1.6 % at the largest number and 5 % at a hundredth of it (3 % and 10 % for the first), and the smallest is 2.4e-10 of
 the largest: gradients in a block may differ by 6e4. A second moment that isn't zero never becomes zero, which would turn the
-next step into first moment / epsilon. Rejected: linear codes (small second moments vanish); a searched table, as in dynamic
-quantisation (Dettmers et al. 2022: a gather a number, and its gaps at powers of ten); logarithmic codes (log and exp differ in
-the last bit between devices and vector widths, square roots do not).
+next step into first moment / epsilon; except in a block whose largest number is under 2^-94, all of which become zero: its root
+is 7e-15, and epsilon rules the step anyway. So every code stands for a normal fp32 number, and decoding and encoding again
+gives the same bytes: a checkpoint in fp32 loses nothing. Rejected: linear codes (small second moments vanish), a searched table
+as in dynamic quantisation (Dettmers et al. 2022: a gather a number, and its gaps at powers of ten), logarithmic codes (log and
+exp differ in the last bit between devices and vector widths, square roots do not).
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from muletrain.optim.rounding import stochastic_bfloat16
 
 BLOCK = 256
 """Numbers that share a scale. Units, regions and pieces start at multiples of it, so that no block straddles two of them."""
+_LEAST_SCALE = 2.0**-94
+"""Times (1 / 255)^4 it is still a normal number."""
 MomentKind = Literal["fp32", "bf16", "8bit"]
 
 
@@ -109,6 +113,8 @@ class MomentFormat:
             return (stochastic_bfloat16(values, noise),)
         magnitude = values.abs()
         scales = magnitude.amax(dim=1, keepdim=True)
+        vanishes = scales < _LEAST_SCALE
+        scales, magnitude = torch.where(vanishes, 0.0, scales), torch.where(vanishes, 0.0, magnitude)
         share = (magnitude / torch.where(scales > 0, scales, 1.0)).clamp(max=1.0)
         below = (share.sqrt().sqrt() * self._levels).floor().clamp(max=self._levels - 1)
         lower, upper = _fourth_power(below / self._levels), _fourth_power((below + 1) / self._levels)

@@ -6,10 +6,11 @@ itself: a loop that did would shut out strategies that go through the model bloc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from muletrain.data.batch import MicroBatch
@@ -47,6 +48,26 @@ class NonFiniteError(RuntimeError):
     """A loss or gradient is not finite and no loss scale explains it. Raised on every worker, before any update."""
 
 
+@dataclass(frozen=True)
+class Narrow:
+    """A tensor of the training state that is kept in a narrower form than a checkpoint's: made in parts, put back whole."""
+
+    shape: torch.Size
+    """Of at least one dimension."""
+    dtype: torch.dtype
+    """A checkpoint's: the master's."""
+    read: Callable[[int, Tensor], None]
+    """(first row, out): fills `out`, [rows, …] of `dtype` on the CPU, contiguous, with the rows from there on."""
+    write: Callable[[Tensor], None]
+    """Takes the whole tensor, rounded to nearest. What `read` gave comes back to the same bits. `loaded` must follow."""
+
+    def whole(self) -> Tensor:
+        """All of it, on the CPU."""
+        out = torch.empty(self.shape, dtype=self.dtype)
+        self.read(0, out)
+        return out
+
+
 class Strategy(Protocol):
     """Owns the model's memory. One instance a worker; all workers call the same methods in the same order."""
 
@@ -66,11 +87,11 @@ class Strategy(Protocol):
     def flush(self) -> None:
         """Finishes pending updates, so that weights and state are those after the last step."""
 
-    def state_tensors(self) -> dict[str, dict[str, Tensor]]:
+    def state_tensors(self) -> dict[str, dict[str, Tensor | Narrow]]:
         """The live training state, {"parameter"|"exp_avg"|"exp_avg_sq": {canonical name: tensor}}.
 
-        Tensors are plain or DTensor, in master precision; a checkpoint is written from them and loaded into them in place.
-        The names are Hugging Face's, the same under every strategy. Calls flush first.
+        Tensors are plain or DTensor, in master precision, or Narrow; a checkpoint is written from them and loaded into them in
+        place, and none is copied whole for it. The names are Hugging Face's, the same under every strategy. Calls flush first.
         """
 
     def state_scalars(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from torch import Tensor
 from muletrain.models.weights import WeightSource
 from muletrain.optim.adamw import ParameterState, decayed
 from muletrain.precision.policy import Precision
+from muletrain.strategy.contract import Narrow
 
 
 @torch.no_grad()
@@ -21,7 +22,7 @@ def place_parameter(name: str, parameter: Tensor, weights: WeightSource, precisi
     return ParameterState(name, master, *moments, working, decayed(parameter))
 
 
-def by_kind(states: list[ParameterState]) -> dict[str, dict[str, Tensor]]:
+def by_kind(states: list[ParameterState]) -> dict[str, dict[str, Tensor | Narrow]]:
     """The states' live tensors as Strategy.state_tensors gives them."""
     return {kind: {state.name: getattr(state, field) for state in states} for kind, field in _FIELDS}
 

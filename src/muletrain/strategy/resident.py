@@ -17,7 +17,7 @@ from muletrain.data.batch import MicroBatch
 from muletrain.metrics.memory import peak_memory_bytes
 from muletrain.models.build import materialize_buffers
 from muletrain.models.causal import canonical_name
-from muletrain.strategy.contract import StepContext, StepResult
+from muletrain.strategy.contract import Narrow, StepContext, StepResult
 from muletrain.strategy.forward import evaluate, loss_sum
 from muletrain.strategy.gradients import GradientSums
 from muletrain.strategy.materials import Materials
@@ -79,7 +79,7 @@ class ResidentStrategy:
     def flush(self) -> None:
         """Nothing is ever pending here."""
 
-    def state_tensors(self) -> dict[str, dict[str, Tensor]]:
+    def state_tensors(self) -> dict[str, dict[str, Tensor | Narrow]]:
         """Live tensors; the same on every worker."""
         return by_kind(self._states)
 

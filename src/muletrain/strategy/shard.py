@@ -30,7 +30,7 @@ from muletrain.optim.adamw import ParameterState, decayed
 from muletrain.precision.policy import Precision
 from muletrain.spec.recipe import StrategyName
 from muletrain.strategy.collectives import TimedAllGather, TimedReduceScatter
-from muletrain.strategy.contract import StepContext, StepResult
+from muletrain.strategy.contract import Narrow, StepContext, StepResult
 from muletrain.strategy.forward import evaluate, loss_sum
 from muletrain.strategy.materials import Materials
 from muletrain.strategy.parts import StepParts
@@ -113,7 +113,7 @@ class ShardedStrategy:
     def flush(self) -> None:
         """Nothing is ever pending here."""
 
-    def state_tensors(self) -> dict[str, dict[str, Tensor]]:
+    def state_tensors(self) -> dict[str, dict[str, Tensor | Narrow]]:
         """Live DTensors."""
         return {
             "parameter": {name: parameter.detach() for name, parameter in self._parameters},

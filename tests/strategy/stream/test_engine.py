@@ -171,22 +171,6 @@ def test_fp16_with_units_on_the_card_gives_the_same_bits(models: dict[str, Model
     assert train_alone(replace(run, streaming={"on_card": (0, 2, 4), **SMALL})) == train_alone(run)
 
 
-def test_narrow_state_survives_being_saved_and_loaded(models: dict[str, ModelPlan]) -> None:
-    """What state_tensors lends goes back bit for bit: the next steps are those of an undisturbed run."""
-    run = Run(models["llama"], strategy="streamed", compute="bf16", steps=6, streaming={"moments": "bf16", **SMALL})
-    plain = start(run)
-    expected = curve(advance(plain, run, 0, 6))
-    other = start(run)
-    first = curve(advance(other, run, 0, 3))
-    saved = {kind: {n: t.clone() for n, t in part.items()} for kind, part in other.state_tensors().items()}
-    fresh = start(run)
-    for kind, tensors in fresh.state_tensors().items():
-        for name, tensor in tensors.items():
-            tensor.copy_(saved[kind][name])
-    fresh.loaded(other.state_scalars())
-    assert first + curve(advance(fresh, run, 3, 6)) == expected
-
-
 def test_a_pending_update_is_applied_before_evaluation(models: dict[str, ModelPlan]) -> None:
     run = Run(models["llama"], compute="fp32", rate=1e-3, steps=2)
     values = []

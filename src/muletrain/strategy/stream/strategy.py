@@ -24,7 +24,7 @@ from muletrain.models.causal import canonical_name
 from muletrain.schedule.build import build, waves_of
 from muletrain.schedule.ops import Op, Schedule, StepShape
 from muletrain.spec.plan import StreamingPlan
-from muletrain.strategy.contract import StepContext, StepResult
+from muletrain.strategy.contract import Narrow, StepContext, StepResult
 from muletrain.strategy.forward import on_device
 from muletrain.strategy.materials import Materials
 from muletrain.strategy.parts import StepParts
@@ -32,6 +32,7 @@ from muletrain.strategy.randomness import KeyedRandom
 from muletrain.strategy.stream.compute import Compute, Work
 from muletrain.strategy.stream.device import Pending
 from muletrain.strategy.stream.executor import Executor, InOrder, Streams
+from muletrain.strategy.stream.kept import as_saved
 from muletrain.strategy.stream.setup import Built, assemble
 from muletrain.strategy.update import Decision
 
@@ -63,13 +64,11 @@ class StreamedStrategy:
         self._work: Work | None = None
         self._decision: Decision | None = None
         self._context: StepContext | None = None
-        self._lent: dict[str, dict[str, Tensor]] = {}
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def step(self, micro_batches: Sequence[MicroBatch], context: StepContext) -> StepResult:
         """One update over this worker's micro-batches, applied when units are next fetched."""
-        self._lent = {}
         parts = StepParts(self._torch_device, self._meter)
         self._context = context
         self._apply_in_backward(sum(batch.tokens for batch in micro_batches), context)
@@ -193,30 +192,19 @@ class StreamedStrategy:
 
     # --- state ------------------------------------------------------------------------------------------------------
 
-    def state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Live views of the host arrays; full-precision copies, which `loaded` takes back, where state is kept narrower."""
+    def state_tensors(self) -> dict[str, dict[str, Tensor | Narrow]]:
+        """Live views of the host arrays; what is kept narrower is made on demand and never whole."""
         self.flush()
-        units = self._built.unit_of
-        self._lent = {
-            "parameter": {name: units[name].master_of(name) for name in self._names},
-            "exp_avg": {name: units[name].moment_of(name, "exp_avg") for name in self._names},
-            "exp_avg_sq": {name: units[name].moment_of(name, "exp_avg_sq") for name in self._names},
-        }
-        return self._lent
+        saved = {name: as_saved(self._built.unit_of[name], name) for name in self._names}
+        return {kind: {name: saved[name][kind] for name in self._names} for kind in ("parameter", "exp_avg", "exp_avg_sq")}
 
     def state_scalars(self) -> dict[str, Any]:
         """The loss scale."""
         return self._updater.scaler.state()
 
     def loaded(self, scalars: dict[str, Any]) -> None:
-        """Takes lent copies back and rounds the masters into the working weights."""
+        """Takes the scalars back and rounds the masters into the working weights."""
         self._updater.scaler.load(scalars)
-        for name, value in self._lent.get("parameter", {}).items():
-            unit = self._built.unit_of[name]
-            unit.set_master(name, value)
-            for field in ("exp_avg", "exp_avg_sq"):
-                unit.set_moment(name, field, self._lent[field][name])
-        self._lent = {}
         for unit in self._device.units:
             unit.refresh()
 
@@ -224,7 +212,8 @@ class StreamedStrategy:
         """Whole master weights, one at a time."""
         self.flush()
         for name in self._names:
-            yield name, self._built.unit_of[name].master_of(name)
+            master = as_saved(self._built.unit_of[name], name)["parameter"]
+            yield name, master.whole() if isinstance(master, Narrow) else master.cpu()
 
     def peak_memory_bytes(self) -> int:
         """Peak of this worker."""

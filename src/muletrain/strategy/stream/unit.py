@@ -75,22 +75,14 @@ class HostUnit:
             self.set_master(segment.name, value.to(self.working.device, self._formats.precision.master))
         self.refresh()
 
-    def master_of(self, name: str) -> Tensor:
-        """One parameter's master: a live view, or a copy where the master is kept in two halves."""
-        segment = self._segment(name)
-        master = self.state.master
-        if isinstance(master, SplitMaster):
-            return join_master(segment.of(master.hi), segment.of(master.low))
-        return segment.of(master)
-
     @torch.no_grad()
     def set_master(self, name: str, value: Tensor) -> None:
         """Overwrites one parameter's master. `refresh` must follow."""
-        segment = self._segment(name)
+        segment = self.segment(name)
         master = self.state.master
         if isinstance(master, SplitMaster):
             split_master(value, SplitMaster(segment.of(master.hi), segment.of(master.low)))
-        elif value.data_ptr() != segment.of(master).data_ptr():
+        else:
             segment.of(master).copy_(value)
 
     @torch.no_grad()
@@ -100,37 +92,9 @@ class HostUnit:
         if self._formats.own_working and isinstance(master, SplitMaster):
             self.working.copy_(join_master(master.hi, master.low))
 
-    def moment_of(self, name: str, field: str) -> Tensor:
-        """One parameter's "exp_avg" or "exp_avg_sq" in full precision: a live view where it is kept so, else a copy."""
-        segment, moment = self._segment(name), getattr(self.state, field)
-        if moment.values.dtype == self._formats.precision.master:
-            return segment.of(moment.values)
-        count = segment.shape.numel()
-        return self._moment_format(field).load(_blocks(moment, segment.start, count))[:count].view(segment.shape)
-
-    @torch.no_grad()
-    def set_moment(self, name: str, field: str, value: Tensor) -> None:
-        """Overwrites one parameter's moment; rounds to nearest where its format is narrower."""
-        segment, moment = self._segment(name), getattr(self.state, field)
-        if moment.values.dtype == self._formats.precision.master:
-            if value.data_ptr() != segment.of(moment.values).data_ptr():
-                segment.of(moment.values).copy_(value)
-            return
-        part = _blocks(moment, segment.start, value.numel())
-        padded = torch.zeros(part.values.numel(), dtype=self._formats.precision.master, device=value.device)
-        padded[: value.numel()] = value.flatten()
-        half = torch.full((padded.numel(),), 0x7FFF, dtype=torch.int32, device=value.device)
-        self._moment_format(field).store(part, padded, half)
-
-    def _moment_format(self, field: str) -> MomentFormat:
-        return self._formats.state.first if field == "exp_avg" else self._formats.state.second
-
-    def _segment(self, name: str) -> FlatSegment:
+    def segment(self, name: str) -> FlatSegment:
+        """A parameter's place."""
         return next(segment for segment in self.layout.segments if segment.name == name)
-
-
-def _blocks(moment: Moment, start: int, count: int) -> Moment:
-    return moment.part(start, start + -(-count // BLOCK) * BLOCK)
 
 
 def _state(format: StateFormat, size: int, take: Take) -> FlatState:
