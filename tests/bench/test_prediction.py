@@ -24,6 +24,7 @@ def test_a_run_beside_its_prediction(tmp_path: Path) -> None:
     found, simulated, measured = compare(PLAN, MACHINE, SPANS, 2 * predicted.step_s, 3 * planned)
     assert (found.ratio, found.memory_ratio) == (2.0, 3.0)
     assert found.of_bound == pytest.approx(predicted.bound_s / predicted.step_s / 2)
+    assert found.of_resource_bound == pytest.approx(predicted.resource_bound_s / predicted.step_s / 2)
     assert sum(found.planned_parts.values()) == found.planned_bytes == planned
     assert found.measured_busy_s == {"fetch": 0.25, "forward": 1.75}
     assert simulated == predicted.timeline and measured.step_s == 2.0

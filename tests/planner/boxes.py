@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from muletrain.spec.machine import AttentionRate, ComputeRates, Gpu, LinkRates, Machine, MatmulRate, Measured, Sample
+from muletrain.spec.machine import (
+    AttentionRate,
+    ComputeRates,
+    Gpu,
+    LinkRates,
+    Machine,
+    MatmulRate,
+    Measured,
+    Sample,
+    SustainedRate,
+)
 from muletrain.spec.recipe import RunConfig
 
 GIB = 2**30
@@ -53,6 +63,11 @@ def measured(device: str) -> Measured:
                 dtype="bf16", rows=1, sequence=512, heads=2, kv_heads=2, head_dim=64, forward_flops_s=one(3.0),
                 backward_flops_s=one(2.0),
             ),
+        ),
+        sustained=(
+            SustainedRate(busy=0.5, flops_s=one(8.8)),
+            SustainedRate(busy=0.75, flops_s=one(7.2)),
+            SustainedRate(busy=1.0, flops_s=one(6.4)),
         ),
         memory_bytes_s=one(100.0),
         kernel_s=one(0.5),

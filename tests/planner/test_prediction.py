@@ -13,7 +13,7 @@ from muletrain.planner.resolve import resolve
 from muletrain.planner.speed import speed_of
 from muletrain.spec.errors import InputError
 from muletrain.spec.plan import Plan
-from tests.planner.boxes import H200, box, request
+from tests.planner.boxes import H200, box, measured_box, request
 
 MACHINE = box(H200, host_gib=512)
 
@@ -38,7 +38,7 @@ def test_a_streamed_step_is_its_timeline() -> None:
     plan = planned("streamed")
     found = predict(plan, MACHINE)
     assert found.timeline is not None and found.timeline.source == "simulated"
-    assert found.step_s == found.timeline.step_s >= found.bound_s > 0
+    assert found.step_s == found.timeline.step_s >= found.bound_s >= found.resource_bound_s > 0
     assert found.ledger == plan.memory.ledger == ledger(plan.model.shape, footprint(plan))
     busy = found.timeline.busy_s()
     assert busy["update"] == pytest.approx(found.time_s["update"])
@@ -60,3 +60,18 @@ def test_what_is_not_predicted_is_told() -> None:
     plan = planned("resident", **{"parallel.device": "cpu", "precision.compute": "fp32"})
     with pytest.raises(InputError, match="the processor of box is not measured"):
         predict(plan, MACHINE)
+
+
+def test_a_step_without_pauses_computes_as_power_lets_it() -> None:
+    """On a measured card that keeps 0.8 of its rates when it never pauses: a resident step does not, a streamed one may."""
+    machine = measured_box(H200, device=H200.name)
+    assert machine.measured is not None
+    link = machine.measured.links[0].model_copy(update={"gpu": 0})
+    machine = machine.model_copy(update={"measured": machine.measured.model_copy(update={"links": (link,)})})
+    speed, plan = speed_of(machine, "bf16"), planned("resident")
+    found = predict(plan, machine)
+    assert found.time_s["matmul"] == pytest.approx(compute_time(plan.model.shape, footprint(plan), speed).matmul_s / 0.8)
+    streamed = planned("streamed")
+    waiting = predict(streamed, machine)
+    assert waiting.time_s["waiting"] > 0.5 * waiting.step_s  # of a link of 5 bytes a second
+    assert waiting.time_s["matmul"] == compute_time(streamed.model.shape, footprint(streamed), speed).matmul_s

@@ -28,6 +28,20 @@ def test_a_product_takes_what_its_neighbours_take() -> None:
     assert near == pytest.approx((1 + 5**-4) / (1 / 8.0 + 5**-4 / 4.0))
 
 
+def test_power_slows_what_computes_without_pauses() -> None:
+    """Measured at half, three quarters and all of the time: 1.1, 0.9 and 0.8 of the best product, of which 1.1 is noise."""
+    speed = speed_of(measured_box(H200, device=H200.name), "bf16")
+    assert speed.sustained == ((0.5, 1.0), (0.75, pytest.approx(0.9)), (1.0, pytest.approx(0.8)))
+    best = speed.product_s(1024, 1024, 1024)
+    for share, factor in ((0.0, 1), (0.5, 1), (0.625, 0.95), (0.75, 0.9), (0.875, 0.85), (1.0, 0.8), (1.5, 0.8)):
+        slowed = speed.busy(share)
+        assert slowed.product_s(1024, 1024, 1024) == pytest.approx(best / factor)
+        assert slowed.attention_s(6, 64, 512, backward=True) == pytest.approx(15 / 2.0 / factor)
+        assert slowed.memory_bytes_s == speed.memory_bytes_s
+    unknown = speed_of(box(RTX_4090), "bf16")
+    assert unknown.busy(1.0) == unknown
+
+
 def test_attention_goes_by_its_own_rates() -> None:
     speed = speed_of(measured_box(H200, device=H200.name), "bf16")
     assert speed.attention_s(6e6, 64, 512) == 6e6 / 3.0

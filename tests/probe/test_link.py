@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from muletrain.probe.link import link, registered
+from muletrain.probe.link import link, peers, registered
 from muletrain.probe.timing import Effort
 from muletrain.spec.errors import DoesNotFitError
 
@@ -22,6 +22,14 @@ def test_a_refused_registration_names_the_limit(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_both_ways_move_at_least_what_one_way_does() -> None:
-    found = link(0, Effort(samples=3), 2**26)
+    found = link(0, Effort(samples=3))
     assert found.both.median > 0.9 * max(found.up.median, found.down.median) > 1e9
     assert found.copy_s.median < 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+def test_bytes_arrive_by_every_route() -> None:
+    found = peers([0, 1], Effort(samples=3))
+    assert {(rates.source, rates.target) for rates in found} == {(0, 1), (1, 0)}
+    assert all(rates.equal for rates in found)

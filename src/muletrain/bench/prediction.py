@@ -29,6 +29,8 @@ class Compared(Value):
     bound_s: float
     of_bound: float
     """The bound over the measured step: 1 is as fast as any order could be."""
+    of_resource_bound: float
+    """The same with the bound of the busiest resource alone."""
     planned_bytes: int
     device_bytes: int
     memory_ratio: float
@@ -47,7 +49,7 @@ class Compared(Value):
         )
         return (
             f"   simulated {self.simulated_s:.3f} s, measured {self.measured_s:.3f} s: {self.ratio:.3f} of it; bound "
-            f"{self.bound_s:.3f} s, {self.of_bound:.3f} of it reached; device planned {self.planned_bytes / _GIB:.2f} GiB, "
+            f"{self.bound_s:.3f} s, {self.of_bound:.3f} of it reached (of the busiest resource alone {self.of_resource_bound:.3f}); device planned {self.planned_bytes / _GIB:.2f} GiB, "
             f"measured {self.device_bytes / _GIB:.2f} GiB: {self.memory_ratio:.3f} of it\n   simulated/measured busy s: {busy}"
         )
 
@@ -71,6 +73,7 @@ def compare(
         ratio=step_s / predicted.step_s,
         bound_s=predicted.bound_s,
         of_bound=predicted.bound_s / step_s,
+        of_resource_bound=predicted.resource_bound_s / step_s,
         planned_bytes=planned,
         device_bytes=device_bytes,
         memory_ratio=device_bytes / planned,

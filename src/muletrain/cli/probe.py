@@ -72,6 +72,10 @@ def _compute_rows(rates: ComputeRates) -> list[tuple[str, str, str]]:
             (f"{name}, {way}", *_shown(sample, 1e12, "TFLOP/s"))
             for way, sample in (("forward", a.forward_flops_s), ("backward", a.backward_flops_s))
         ]
+    rows += [
+        (f"{rates.device} best product, {s.busy:.0%} of the time busy", *_shown(s.flops_s, 1e12, "TFLOP/s"))
+        for s in rates.sustained
+    ]
     return [
         *rows,
         (f"{rates.device} memory", *_shown(rates.memory_bytes_s, 1e9, "GB/s")),

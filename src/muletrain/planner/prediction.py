@@ -1,7 +1,9 @@
 """Predicts a planned run on a machine: seconds by part, memory by part, and for a streamed run its timeline and its bound.
 
 From the Plan that the run is made of and the rates of the box, measured or from the catalogue; nothing of the run itself. The
-bound is what no order of a streamed step's ops can beat: all its arithmetic, or all its transfers, without any overhead.
+bound is what no order of a streamed step's ops can beat (schedule.solve.least_s): all its arithmetic, or all its transfers, or
+the updates before all that waits for them, without any overhead. A step that leaves the card pauses computes faster than one
+that does not (Speed.busy): the share of the time that compute takes is found by simulating twice.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from muletrain.planner.streamed import stream_plan
 from muletrain.schedule.build import build
 from muletrain.schedule.ops import StepShape
 from muletrain.schedule.simulate import simulate
+from muletrain.schedule.solve import least_s
 from muletrain.schedule.timeline import TimelineRecord, timeline_record
 from muletrain.spec.errors import InputError
 from muletrain.spec.ledger import Ledger
@@ -31,7 +34,9 @@ class Prediction:
     """Positions in a step, over all workers."""
     step_s: float
     bound_s: float
-    """Resident: the step itself."""
+    """Streamed: of any order of the same ops, updates before what waits for them. Resident: the step itself."""
+    resource_bound_s: float
+    """Streamed: of the busiest resource alone, whatever waits for what."""
     time_s: dict[str, float]
     """By part, without overlap: matmul, attention, elementwise, launch, update; streamed also what compute waits for."""
     ledger: Ledger
@@ -72,15 +77,16 @@ def predict(plan: Plan, machine: Machine) -> Prediction:
             "resident and streamed with parallel.workers: 1 are"
         )
     speed = speed_of(machine if run.device == "cuda" else machine.model_copy(update={"gpus": ()}), run.compute)
-    parts = compute_time(shape, run, speed)
     if run.strategy == "streamed" and run.device == "cuda":
-        return _streamed(plan, run, parts, speed)
+        return _streamed(plan, run, speed)
+    parts = compute_time(shape, run, speed.busy(1.0))
     update_s = optimizer_s(shape.parameters, run, speed)
     step_s = parts.total_s + update_s
     return Prediction(
         tokens=plan.tokens_per_step,
         step_s=step_s,
         bound_s=step_s,
+        resource_bound_s=step_s,
         time_s={**_named(parts), "update": update_s},
         ledger=ledger(shape, run),
         source=speed.source,
@@ -88,9 +94,9 @@ def predict(plan: Plan, machine: Machine) -> Prediction:
     )
 
 
-def _streamed(plan: Plan, run: Footprint, parts: Parts, speed: Speed) -> Prediction:
+def _streamed(plan: Plan, run: Footprint, speed: Speed) -> Prediction:
     shape = plan.model.shape
-    layout, rates = stream_plan(shape, run), stream_rates(shape, run, speed)
+    layout = stream_plan(shape, run)
     step = StepShape(
         micro_batches=(run.tokens,) * run.micro_batches,
         sequence_length=run.sequence_length,
@@ -98,11 +104,16 @@ def _streamed(plan: Plan, run: Footprint, parts: Parts, speed: Speed) -> Predict
         mode="train",
     )
     schedule = build(layout, step)
-    line = simulate(schedule, rates)
+    first = simulate(schedule, stream_rates(shape, run, speed))
+    slowed = speed.busy(first.busy_s["compute"] / first.step_s)
+    rates = stream_rates(shape, run, slowed)
+    line = first if slowed == speed else simulate(schedule, rates)
+    parts = compute_time(shape, run, slowed)
     return Prediction(
         tokens=plan.tokens_per_step,
         step_s=line.step_s,
-        bound_s=line.bound_s,
+        bound_s=max(line.bound_s, least_s(layout, step, rates)),
+        resource_bound_s=line.bound_s,
         time_s={**_named(parts), "update": line.busy_s["update"], "waiting": line.exposed_s},
         ledger=ledger(shape, run),
         source=speed.source,

@@ -45,7 +45,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Speed:
-    """One device, in one number format. Rates in FLOP/s and bytes/s."""
+    """One device, in one number format. Rates in FLOP/s and bytes/s, with pauses that let a card cool."""
 
     source: str
     """Where it is from, for a person."""
@@ -58,6 +58,27 @@ class Speed:
     kernel_s: float
     link: Link | None
     """None: the processor, or a card whose link was not measured."""
+    sustained: tuple[tuple[float, float], ...] = ()
+    """(share of the time that the device computes, share of the rates that its power then leaves), rising. Empty: all."""
+
+    def busy(self, share: float) -> Speed:
+        """The speed of a device that computes for `share` of the time: products and attention as its power lets them."""
+        factor, before = 1.0, (0.0, 1.0)
+        for there in self.sustained:
+            if share >= before[0]:
+                part = min(1.0, (share - before[0]) / (there[0] - before[0]))
+                factor = before[1] + part * (there[1] - before[1])
+            before = there
+        return (
+            self
+            if factor == 1.0
+            else replace(
+                self,
+                products=_scaled(self.products, factor),
+                attention_forward=_scaled(self.attention_forward, factor),
+                attention_backward=_scaled(self.attention_backward, factor),
+            )
+        )
 
     def product_s(self, m: int, k: int, n: int) -> float:
         """Seconds of an m x k by k x n product."""
@@ -110,8 +131,8 @@ def with_rates(speed: Speed, *, product_flops_s: float = 0.0, link_bytes_s: floa
         speed = replace(
             speed,
             products=(((1, 1, 1), product_flops_s),),
-            attention_forward=tuple((sizes, by * rate) for sizes, rate in speed.attention_forward),
-            attention_backward=tuple((sizes, by * rate) for sizes, rate in speed.attention_backward),
+            attention_forward=_scaled(speed.attention_forward, by),
+            attention_backward=_scaled(speed.attention_backward, by),
         )
     if link_bytes_s:
         both = 2 * DUPLEX_SHARE * link_bytes_s
@@ -135,7 +156,18 @@ def _measured(machine: Machine, device: str, dtype: ComputeDtype, link: LinkRate
         memory_bytes_s=rates.memory_bytes_s.median,
         kernel_s=rates.kernel_s.median,
         link=None if link is None else Link(link.up.median, link.down.median, link.both.median, link.copy_s.median),
+        sustained=_sustained(rates),
     )
+
+
+def _scaled(points: tuple[Point, ...], by: float) -> tuple[Point, ...]:
+    return tuple((sizes, by * rate) for sizes, rate in points)
+
+
+def _sustained(rates: ComputeRates) -> tuple[tuple[float, float], ...]:
+    """Over the best product as it is measured with pauses; more than that is noise."""
+    best = max(rate.flops_s.median for rate in rates.matmuls if rate.dtype in ("bf16", "fp16")) if rates.sustained else 1.0
+    return tuple((found.busy, min(1.0, found.flops_s.median / best)) for found in rates.sustained)
 
 
 def _products(rates: ComputeRates, dtype: ComputeDtype, hostname: str) -> tuple[Point, ...]:

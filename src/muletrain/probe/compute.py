@@ -6,13 +6,15 @@ faster than any model's values.
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-from muletrain.probe.timing import Effort, rate, seconds
-from muletrain.spec.machine import AttentionRate, ComputeRates, Dtype, MatmulRate, Sample
+from muletrain.probe.timing import Effort, rate, sample, seconds, timed
+from muletrain.spec.machine import AttentionRate, ComputeRates, Dtype, MatmulRate, Sample, SustainedRate
 
 TORCH: dict[Dtype, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -63,6 +65,18 @@ def shapes(quick: bool) -> list[Shape]:
     found += [(16384, 4096, 1024, False), (1024, 16384, 4096, True), (16384, 5120, 13824, False), (13824, 16384, 5120, True)]
     found += [(4096, 2048, 32768, False), (4096, 32768, 2048, False), (32768, 4096, 2048, True)]
     return list(dict.fromkeys(found))
+
+
+def sustained(device: torch.device, dtype: Dtype, busy: float, sustain_s: float) -> SustainedRate:
+    """The best product over `sustain_s` seconds, `busy` of the time; the second half counts."""
+    left, right, out = (torch.randn(SQUARE, SQUARE, device=device, dtype=TORCH[dtype]) for _ in range(3))
+    calls, found, start = 8, [], time.perf_counter()
+    while time.perf_counter() - start < sustain_s:
+        took = timed(lambda: torch.mm(left, right, out=out), device, calls)
+        if time.perf_counter() - start > sustain_s / 2:
+            found.append(took)
+        time.sleep(calls * took * (1 / busy - 1))
+    return SustainedRate(busy=busy, flops_s=rate(2.0 * SQUARE**3, sample(found or [took])))
 
 
 def attention(
@@ -131,6 +145,7 @@ def card_rates(device: torch.device, name: str, quick: bool, effort: Effort) -> 
             for head_dim in (64, 128)
             for length in lengths
         ),
+        sustained=tuple(sustained(device, halves[0], busy, 0.8 if quick else 1.6) for busy in (0.5, 0.75, 1.0)),
         memory_bytes_s=memory(device, 2**30, effort),
         kernel_s=kernel(device, effort),
     )
@@ -147,6 +162,7 @@ def processor_rates(quick: bool, effort: Effort) -> ComputeRates:
         device="cpu",
         matmuls=tuple(matmul(device, "fp32", m, k, n, effort) for m, k, n in sizes),
         attention=tuple(attention(device, "fp32", 2, length, 4, 64, effort) for length in lengths),
+        sustained=(),
         memory_bytes_s=memory(device, 2**26, effort),
         kernel_s=kernel(device, effort),
     )

@@ -1,7 +1,9 @@
 """Times a piece of work on a device: by the device's own clock on a GPU, by the host's elsewhere.
 
 A sample is the time of one call among several in a row, so what a call costs the host shows only where it is longer than the
-work itself, as in training. The first calls do not count: they load kernels, choose among them and bring the clocks up.
+work itself, as in training. The first calls do not count: they load kernels, choose among them and bring the clocks up. A GPU
+rests as long as it works: a card that is limited by power slows down under work without a pause, which is measured apart
+(compute.sustained), since whether a step leaves pauses is for its plan to say.
 """
 
 from __future__ import annotations
@@ -24,16 +26,23 @@ class Effort:
     """A sample is as many calls in a row as take this long."""
     samples: int = 7
     warm_s: float = 0.05
+    rest: float = 1.0
+    """Seconds of rest for each of work between samples on a GPU."""
 
 
 def seconds(work: Callable[[], object], device: torch.device, effort: Effort) -> Sample:
     """Seconds of one call of `work`, which enqueues on the current stream of `device`."""
     work()
-    once = _timed(work, device, 1)
+    once = timed(work, device, 1)
     warm_calls = max(1, min(1000, int(effort.warm_s / max(once, 1e-6))))
-    once = _timed(work, device, warm_calls)
+    once = timed(work, device, warm_calls)
     calls = max(1, min(1000, int(effort.sample_s / max(once, 1e-6))))
-    return sample([_timed(work, device, calls) for _ in range(effort.samples)])
+    times = []
+    for _ in range(effort.samples):
+        if device.type == "cuda":
+            time.sleep(effort.rest * calls * once)
+        times.append(timed(work, device, calls))
+    return sample(times)
 
 
 def rate(amount: float, took: Sample) -> Sample:
@@ -46,8 +55,8 @@ def sample(values: Sequence[float]) -> Sample:
     return Sample(median=statistics.median(values), low=min(values), high=max(values), n=len(values))
 
 
-def _timed(work: Callable[[], object], device: torch.device, calls: int) -> float:
-    """Seconds a call."""
+def timed(work: Callable[[], object], device: torch.device, calls: int) -> float:
+    """Seconds a call, of `calls` in a row."""
     if device.type != "cuda":
         start = time.perf_counter()
         for _ in range(calls):

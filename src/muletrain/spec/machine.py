@@ -45,6 +45,15 @@ class MatmulRate(Value):
     """2 m k n over its time."""
 
 
+class SustainedRate(Value):
+    """The product that stands for a card's best rate, repeated for about a second with pauses."""
+
+    busy: float
+    """Share of the time with work; 1: no pauses."""
+    flops_s: Sample
+    """While it works, after the card has settled."""
+
+
 class AttentionRate(Value):
     """Causal attention of `rows` sequences, with the kernel that training uses."""
 
@@ -67,6 +76,8 @@ class ComputeRates(Value):
     """The card's name as the driver gives it; "cpu" for the processor."""
     matmuls: tuple[MatmulRate, ...]
     attention: tuple[AttentionRate, ...]
+    sustained: tuple[SustainedRate, ...]
+    """What power leaves of the products' rates, which are measured with pauses. Empty: the processor."""
     memory_bytes_s: Sample
     """Own memory, read and written by a pass over one large array into another."""
     kernel_s: Sample
