@@ -12,6 +12,7 @@ from muletrain.planner.prediction import footprint, predict
 from muletrain.planner.resolve import resolve
 from muletrain.planner.speed import speed_of
 from muletrain.spec.errors import InputError
+from muletrain.spec.machine import LinkRates, Sample
 from muletrain.spec.plan import Plan
 from tests.planner.boxes import H200, box, measured_box, request
 
@@ -66,12 +67,13 @@ def test_a_step_without_pauses_computes_as_power_lets_it() -> None:
     """On a measured card that keeps 0.8 of its rates when it never pauses: a resident step does not, a streamed one may."""
     machine = measured_box(H200, device=H200.name)
     assert machine.measured is not None
-    link = machine.measured.links[0].model_copy(update={"gpu": 0})
+    slow = Sample(median=1e-6, low=1e-6, high=1e-6, n=1)
+    link = LinkRates(gpu=0, up=slow, down=slow, both=slow, copy_s=slow)
     machine = machine.model_copy(update={"measured": machine.measured.model_copy(update={"links": (link,)})})
     speed, plan = speed_of(machine, "bf16"), planned("resident")
     found = predict(plan, machine)
     assert found.time_s["matmul"] == pytest.approx(compute_time(plan.model.shape, footprint(plan), speed).matmul_s / 0.8)
     streamed = planned("streamed")
     waiting = predict(streamed, machine)
-    assert waiting.time_s["waiting"] > 0.5 * waiting.step_s  # of a link of 5 bytes a second
+    assert waiting.time_s["waiting"] > 0.5 * waiting.step_s
     assert waiting.time_s["matmul"] == compute_time(streamed.model.shape, footprint(streamed), speed).matmul_s

@@ -49,7 +49,8 @@ class Compared(Value):
         )
         return (
             f"   simulated {self.simulated_s:.3f} s, measured {self.measured_s:.3f} s: {self.ratio:.3f} of it; bound "
-            f"{self.bound_s:.3f} s, {self.of_bound:.3f} of it reached (of the busiest resource alone {self.of_resource_bound:.3f}); device planned {self.planned_bytes / _GIB:.2f} GiB, "
+            f"{self.bound_s:.3f} s, {self.of_bound:.3f} of it reached (of the busiest resource alone "
+            f"{self.of_resource_bound:.3f}); device planned {self.planned_bytes / _GIB:.2f} GiB, "
             f"measured {self.device_bytes / _GIB:.2f} GiB: {self.memory_ratio:.3f} of it\n   simulated/measured busy s: {busy}"
         )
 
