@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import warnings
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -43,9 +44,11 @@ def write_state(folder: Path, state: State) -> None:
     # Nothing is copied ahead: DCP's writer then asks for a chunk when the one before is written, which the planner relies on.
     writer = dcp.FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
     places = {name: _place(value) if isinstance(value, Narrow) else value for name, value in state.items()}
+    # A thread has a heap of its own. In the writer's, DCP's small lasting objects would settle between the intermediate results
+    # of one chunk, and the next chunk's would need new room: a hundredth and more of the state in all.
     try:
-        with torch.no_grad(), _quietly():
-            dcp.save(places, storage_writer=writer, planner=_Chunks(state), no_dist=not dist.is_initialized())
+        with torch.no_grad(), _quietly(), ThreadPoolExecutor(1) as maker:
+            dcp.save(places, storage_writer=writer, planner=_Chunks(state, maker), no_dist=not dist.is_initialized())
     except dcp.api.CheckpointException as error:  # a BaseException, raised on every worker; its first failure is the cause
         raise next(iter(error.failures.values()))[0] from None
 
@@ -101,12 +104,13 @@ def _quietly() -> Iterator[None]:
 class _Chunks(dcp.DefaultSavePlanner):
     """Cuts what this worker writes into chunks of rows, and makes each when the writer asks for it."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, maker: Executor) -> None:
         super().__init__()
         self._state = state
         self._rows: dict[MetadataIndex, tuple[int, int]] = {}
         """By chunk: the rows of this worker's tensor (its shard of a DTensor)."""
         self._buffer = mmap.mmap(-1, _CHUNK_BYTES)
+        self._maker = maker
 
     def create_local_plan(self) -> SavePlan:
         """DCP's own plan, its items cut up."""
@@ -140,7 +144,7 @@ class _Chunks(dcp.DefaultSavePlanner):
         value = self._state[write_item.index.fqn]
         out = self._room(write_item.tensor_data.chunk.sizes, value.dtype)
         if isinstance(value, Narrow):
-            value.read(first, out)
+            self._maker.submit(value.read, first, out).result()
         else:
             mine = (value.to_local() if isinstance(value, DTensor) else value).detach()
             out.copy_(mine[first:last] if mine.dim() else mine)

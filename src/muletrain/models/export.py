@@ -107,6 +107,7 @@ def _write_weights(folder: Path, shards: Shards, tensors: Iterable[tuple[str, Te
     for name, tensor in tensors:
         shards.put(name, tensor)
         parameters += tensor.numel()
+        del tensor  # gone before the next one is made
     if shards.missing:
         raise ValueError(f"{len(shards.missing)} tensors of the model were not given, {shards.missing[0]} among them")
     for stale in (*folder.glob("model*.safetensors"), folder / INDEX):
