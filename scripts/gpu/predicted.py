@@ -34,4 +34,6 @@ def beside(
     compared, simulated, measured = compare(plan, machine, spans, step_s, device_bytes)
     save_timelines(out, name, simulated, measured)
     print(compared.text(), flush=True)
-    return compared.model_dump(mode="json")
+    held = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    print(f"   PyTorch's peak {', '.join(f'{what} {size / 2**30:.2f} GiB' for what, size in held.items())}", flush=True)
+    return {**compared.model_dump(mode="json"), "peak_bytes": held}

@@ -4,9 +4,9 @@ Measured: a product of any shape takes what its neighbours among the measured on
 all three sizes; attention likewise by head size and length. From the catalogue: the dense peak times what is reached of it.
 Shares of the peak, where a card's own product rate is not in the catalogue: products 0.80 (median of the eight cards of the
 catalogue that have one: 0.64 to 0.87), 0.95 on GeForce, whose peak with fp32 accumulation is halved (RTX 4090: 151 to 168 of
-165 TFLOP/s measured); attention 0.60 forward and 0.50 backward (FlashAttention-2, Dao 2023, A100), 0.40 and 0.33 from Hopper
-on, whose own instructions that kernel does not use (same paper, H100); memory 0.87 of the stated bandwidth; both ways of a
-link together 0.90 of the sum (measured on an H200 at 0.88 to 0.91, docs/LOG.md).
+165 TFLOP/s measured); attention 0.60 forward and 0.50 backward (FlashAttention-2, Dao 2023, A100), 0.31 and 0.26 from Hopper
+on, whose own instructions that kernel does not use (`mule probe` on an H200, heads of 128); memory 0.87 of the stated
+bandwidth; both ways of a link together 0.90 of the sum (measured on an H200 at 0.88 to 0.91, docs/LOG.md).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from muletrain.spec.recipe import ComputeDtype
 
 PRODUCT_SHARE, GEFORCE_PRODUCT_SHARE = 0.80, 0.95
 ATTENTION_SHARE: Final = (0.60, 0.50)
-HOPPER_ATTENTION_SHARE: Final = (0.40, 0.33)
+HOPPER_ATTENTION_SHARE: Final = (0.31, 0.26)
 MEMORY_SHARE: Final = 0.87
 DUPLEX_SHARE: Final = 0.90
 KERNEL_S, COPY_S = 5e-6, 10e-6
