@@ -87,3 +87,16 @@ def _measure(
         return train(load_recipe(recipe, own), stop_after=steps + drop, profile_steps=profiled, measure_only=True)
 
     return folder, measure(start, counts, folder), drop
+
+
+@app.command()
+def planner(
+    points: Annotated[Path, typer.Argument(metavar="CSV", help="Published measurements, one a row.", show_default=False)],
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Score the planner against published measurements. Each source is judged by constants that have not seen it."""
+    from muletrain.bench.planner import markdown, score
+    from muletrain.bench.points import read_points
+
+    found = score(read_points(points))
+    typer.echo(found.to_json() if json else markdown(found), nl=False)
