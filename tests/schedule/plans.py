@@ -109,3 +109,14 @@ def lines(schedule: Schedule) -> list[str]:
         ]
         out.append(" ".join(words) + "".join(f" <{earlier}" for earlier in op.after))
     return out
+
+
+def team_case(seed: int, workers: int = 3) -> tuple[list[StreamPlan], StepShape]:
+    """A random case for several workers with unequal slices, some without a piece of some unit: the plan of each, one step."""
+    chosen, shape = random_case(seed)
+    draw = random.Random(f"team {seed}")
+    units = tuple(
+        one.model_copy(update={"owners": tuple(sorted(draw.randrange(workers) for _ in one.pieces))}) for one in chosen.units
+    )
+    changes = {"units": units, "update": "next_fetch", "workers": workers, "ring": draw.randint(1, 3)}
+    return [chosen.model_copy(update={**changes, "worker": worker}) for worker in range(workers)], shape

@@ -32,7 +32,7 @@ def test_an_op_waits_for_its_resource_and_for_after() -> None:
     )
     assert times(line) == [(0, 3), (3, 5), (5, 7), (7, 7)]
     assert line.step_s == 7 and line.exposed_s == 3 and line.tokens == 8
-    assert line.busy_s == {"compute": 4, "update": 0, "up": 3, "down": 0, "host": 0}
+    assert line.busy_s == {"compute": 4, "update": 0, "up": 3, "down": 0, "peers": 0, "sums": 0, "host": 0}
     assert line.bound_s == 4
     assert line.tokens_per_s == 8 / 7
 

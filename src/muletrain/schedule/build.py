@@ -13,6 +13,7 @@ from typing import Final
 from muletrain.schedule.layout import Layout
 from muletrain.schedule.ops import Buffer, Place, Schedule, ScheduleError, StepShape, StreamPlan
 from muletrain.schedule.program import Program
+from muletrain.schedule.workers import Exchange
 
 GRADIENT_SUM_BYTES: Final = 4
 """Gradients are summed over micro-batches in fp32."""
@@ -55,6 +56,8 @@ def _require_consistent(plan: StreamPlan, step: StepShape) -> None:
             raise ScheduleError(f"pieces of unit {u} sum to {sum(unit.pieces)}, it has {unit.parameters} parameters")
     if min(plan.slots, plan.staging, plan.waves) < 1:
         raise ScheduleError("slots, staging and waves must be at least 1")
+    if plan.workers > 1:
+        _require_team(plan)
     if step.mode == "flush":
         if not step.pending:
             raise ScheduleError("a flush applies pending updates; none are pending")
@@ -64,6 +67,16 @@ def _require_consistent(plan: StreamPlan, step: StepShape) -> None:
         raise ScheduleError("pending updates must be flushed before evaluation")
     if step.pending and plan.update == "in_backward":
         raise ScheduleError("updates in backward leave nothing pending")
+
+
+def _require_team(plan: StreamPlan) -> None:
+    if not 0 <= plan.worker < plan.workers:
+        raise ScheduleError(f"worker {plan.worker} of {plan.workers}")
+    if plan.update == "in_backward":
+        raise ScheduleError("several workers update at the next fetch, not in backward")
+    for u, unit in enumerate(plan.units):
+        if unit.owners and (len(unit.owners) != len(unit.pieces) or max(unit.owners) >= plan.workers):
+            raise ScheduleError(f"unit {u} has {len(unit.pieces)} pieces, owned by {unit.owners} of {plan.workers} workers")
 
 
 class _Builder:
@@ -84,8 +97,9 @@ class _Builder:
         """Input buffer -> (unit, micro-batch)."""
         self._known: dict[Buffer, Buffer] = {}
         self._staged = self._offloaded = 0
-        self._last_load = self._last_update = -1
+        self._last_load = -1
         self._last_forward: dict[int, int] = {}
+        self._exchange = Exchange(self.program, plan, layout) if plan.workers > 1 else None
         self._pending = {u for u, shape in enumerate(plan.units) if shape.trainable and step.pending}
 
     # --- the three modes -------------------------------------------------------------------------------------------
@@ -95,6 +109,8 @@ class _Builder:
         for unit, shape in enumerate(self._plan.units):
             if shape.trainable:
                 self._update(unit, 0, chained=True)
+                if self._exchange and self._plan.placed(unit) == "parameters":
+                    self._exchange.fetch_published(unit, 0)
 
     def evaluate(self) -> None:
         """Forward only."""
@@ -108,7 +124,13 @@ class _Builder:
             for unit in range(self._head - 1, -1, -1):
                 if unit > 0 or self._plan.units[0].trainable:
                     self._backward_unit(unit, wave, micro_batches)
-        self._add("decide", "host", (_SUMS,), ())
+        sums: tuple[Buffer, ...] = (_SUMS,)
+        if self._exchange:
+            for unit, shape in enumerate(self._plan.units):
+                if shape.trainable and self._plan.placed(unit) == "card":
+                    self._exchange.collect(unit, len(self._waves) - 1)
+            sums = (_SUMS, *self._exchange.sums())
+        self._add("decide", "host", sums, ())
 
     # --- forward ---------------------------------------------------------------------------------------------------
 
@@ -132,6 +154,8 @@ class _Builder:
         if unit in self._pending:
             self._pending.remove(unit)
             self._update(unit, wave, chained=True)
+            if self._exchange and self._plan.placed(unit) != "card":
+                self._exchange.fetch_published(unit, wave)
         elif self._holder.get(key) != unit:
             reads = tuple(Buffer("host_parameters", (unit, p)) for p in range(len(slot)))
             size = self._plan.units[unit].parameters * self._plan.working_bytes
@@ -168,7 +192,7 @@ class _Builder:
             writes = (*writes, self._hidden_gradient(wave, m))
             if shape.trainable:
                 writes = (*writes, self._gradients[self._head])
-                if wave > 0 or m > 0:
+                if self._adds(self._head, wave, m):
                     reads = (*reads, self._gradients[self._head])
         flops = times * shape.forward_flops_a_token * tokens
         self._add("epilogue", "compute", reads, writes, unit=self._head, wave=wave, micro_batch=m, flops=flops)
@@ -201,7 +225,7 @@ class _Builder:
             reads = (*reads, kept)
         if shape.trainable:
             writes = (*writes, self._gradients[unit])
-            if wave > 0 or m > 0:
+            if self._adds(unit, wave, m):
                 reads = (*reads, self._gradients[unit])
         else:
             writes = (*writes, _SUMS)  # what an adapter that stays on the card adds to the norm
@@ -209,12 +233,24 @@ class _Builder:
         flops = times * shape.forward_flops_a_token * tokens
         self._add("backward", "compute", reads, writes, unit=unit, wave=wave, micro_batch=m, flops=flops)
 
+    def _adds(self, unit: int, wave: int, m: int) -> bool:
+        """Whether the gradient buffer holds a sum that this micro-batch is added to."""
+        if self._exchange and self._sharers[self._gradients[unit]] > 1:
+            return m > self._waves[wave].start  # what waves before have added up is the owners' to add
+        return wave > 0 or m > 0
+
     def _finish_gradient(self, unit: int, wave: int) -> None:
         """A unit's gradient after its last micro-batch of a wave: measured, stored or used, or left where it is."""
         plan, shape, gradient = self._plan, self._plan.units[unit], self._gradients[unit]
         if not shape.trainable:
             return
         last, in_backward = wave == len(self._waves) - 1, plan.update == "in_backward"
+        if self._exchange:
+            shared = self._sharers[gradient] > 1
+            if last or shared:
+                complete = len(self.program.ops) - 1
+                self._exchange.sum_up(unit, wave, last=last, accumulate=shared and wave > 0, behind=complete)
+            return
         if last:
             read_bytes = float(shape.parameters * GRADIENT_SUM_BYTES)
             found = (_SUMS, gradient) if in_backward else (_SUMS,)  # with the gradient: whether it may be applied
@@ -229,7 +265,7 @@ class _Builder:
     def _fetch_gradient(self, unit: int, wave: int) -> None:
         """The sum of the waves before, unless the gradient buffer is the unit's own and still holds it."""
         shape, gradient = self._plan.units[unit], self._gradients[unit]
-        if shape.trainable and self._sharers[gradient] > 1:
+        if shape.trainable and self._sharers[gradient] > 1 and not self._exchange:
             size = shape.parameters * self._plan.gradient_bytes
             source = Buffer("host_gradient", (unit,))
             self._add("fetch_gradient", "up", (source,), (gradient,), unit=unit, wave=wave, size_bytes=size)
@@ -242,6 +278,10 @@ class _Builder:
         plan = self._plan
         if plan.placed(unit) == "card":
             self._update_on_card(unit, wave)
+            return
+        if self._exchange:
+            early = self._last_forward.get(unit - _AHEAD, -1)
+            self._last_load = self._exchange.refresh(unit, wave, self._last_load, early)
             return
         in_backward = plan.update == "in_backward"
         up = plan.state_up_bytes - (plan.on_card_in_backward_bytes if in_backward else 0)
@@ -256,10 +296,9 @@ class _Builder:
             )  # fmt: skip
             if chained:
                 self._last_load = fetched
-            self._last_update = self._add(
+            self._add(
                 "update", "update", (staging, gradient, slot) if in_backward else (staging,), (staging, slot),
                 unit=unit, wave=wave, piece=piece, memory_bytes=elements * (plan.state_up_bytes + plan.state_down_bytes),
-                behind=self._last_update,
             )  # fmt: skip
             self._add(
                 "publish", "down", (staging, slot), (state, Buffer("host_parameters", (unit, piece))),
@@ -271,10 +310,9 @@ class _Builder:
         plan = self._plan
         for piece, elements in enumerate(plan.units[unit].pieces):
             state = Buffer("card_state", (unit, piece))
-            self._last_update = self._add(
+            self._add(
                 "update", "update", (state, self._gradients[unit]), (state, self._slots[unit][piece]),
                 unit=unit, wave=wave, piece=piece, memory_bytes=elements * (plan.state_up_bytes + plan.state_down_bytes),
-                behind=self._last_update,
             )  # fmt: skip
 
     # --- activations -----------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from muletrain.schedule.layout import Layout
 from muletrain.schedule.ops import Buffer, Op, Schedule, ScheduleError
 from muletrain.schedule.program import Clocks
 
-_FROM_START = frozenset({"host_parameters", "host_state", "card_state", "sums"})
+_FROM_START = frozenset({"host_parameters", "host_state", "card_state", "sums", "flag"})
 
 
 def check(schedule: Schedule) -> None:
@@ -34,7 +34,7 @@ def check(schedule: Schedule) -> None:
             else:
                 if not clocks.ordered(source.id, op.id):
                     raise ScheduleError(f"{describe(op)} reads {_name(buffer)} without waiting for {describe(source)}")
-                if not _is_meant_for(source, buffer, op):
+                if not is_meant_for(source, buffer, op):
                     raise ScheduleError(f"{describe(op)} reads {_name(buffer)}, overwritten by {describe(source)}")
             readers.setdefault(buffer, []).append(op)
         for buffer in op.writes:
@@ -63,7 +63,7 @@ def _name(buffer: Buffer) -> str:
     return f"{buffer.place}{list(buffer.index)}"
 
 
-def _is_meant_for(source: Op, buffer: Buffer, reader: Op) -> bool:
+def is_meant_for(source: Op, buffer: Buffer, reader: Op) -> bool:
     """Whether what `source` put into `buffer` is what `reader` expects there."""
     same_unit, same_micro_batch = source.unit == reader.unit, source.micro_batch == reader.micro_batch
     match buffer.place:
@@ -71,11 +71,15 @@ def _is_meant_for(source: Op, buffer: Buffer, reader: Op) -> bool:
             return same_unit
         case "staging" | "host_state" | "card_state":
             return same_unit and source.piece == reader.piece
+        case "ring":
+            return same_unit and source.wave == reader.wave
+        case "parts":
+            return same_unit and source.piece == reader.piece and source.kind == ("fetch_part" if reader.kind == "sum" else "sum")
         case "input":
             return same_micro_batch and (same_unit if source.kind == "receive" else source.unit == reader.unit - 1)
         case "hidden_gradient":
             return same_micro_batch and source.unit == reader.unit + 1
         case "kept" | "host_input" | "host_kept":
             return same_unit and same_micro_batch
-        case "sums":
+        case "sums" | "flag":
             return True

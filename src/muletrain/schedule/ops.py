@@ -12,7 +12,7 @@ that no op reads what is not written yet, or writes what is still to be read (sc
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -23,8 +23,9 @@ class ScheduleError(Exception):
     """A schedule that cannot be built or that would read or overwrite what it must not. A fault of ours, never of a user's."""
 
 
-Resource = Literal["compute", "update", "up", "down", "host"]
-"""compute: the model. update: the optimizer's own stream. up, down: the link to and from the card. host: the processor."""
+Resource = Literal["compute", "update", "up", "down", "peers", "sums", "host"]
+"""compute: the model. update: the optimizer's own stream. up, down: the link to and from the card. peers, sums: the same for what
+waits for other workers of the box, so that nothing else stands behind it. host: the processor."""
 
 Kind = Literal[
     "fetch",  # up: a unit's working parameters -> its slot
@@ -40,6 +41,12 @@ Kind = Literal[
     "backward",  # compute: one micro-batch back through one unit
     "norm",  # compute: a unit's squared gradient norm, after its last micro-batch
     "store",  # down: a unit's summed gradient -> host
+    "store_part",  # down: one worker's summed gradient of a unit -> its ring
+    "fetch_part",  # peers: all workers' parts of one piece of gradient, and its sum of the waves before -> a parts buffer
+    "sum",  # update: a parts buffer -> their sum, and its squared norm after the last wave
+    "store_sum",  # sums: one piece's sum -> host gradient
+    "signal",  # down, peers, sums: tells the other workers that something is theirs to read, or to overwrite
+    "wait",  # down, peers: until the other workers have told the same
     "decide",  # host: the one wait of a step: norm, finite, loss
 ]
 
@@ -57,8 +64,16 @@ Place = Literal[
     "host_gradient",  # (unit,)
     "host_input",  # (unit, position in wave)
     "host_kept",  # (unit, position in wave)
-    "sums",  # (): loss and squared norm
+    "sums",  # (): loss and squared norm; (unit, piece): a piece's squared norm, summed over workers
+    "ring",  # (worker, slot): a worker's part of a unit's gradient, in host memory
+    "parts",  # (buffer,): all workers' parts of a piece of gradient on the card, then their sum
+    "flag",  # (phase, worker, unit): how far a worker is, in host memory
 ]
+
+
+PHASES: Final = ("published", "stored", "taken", "summed")
+"""What workers tell each other of a unit: its new parameters are in host memory; its part of the gradient is in the ring; the
+parts in all rings are read; its summed gradient is in host memory."""
 
 
 class Buffer(NamedTuple):
@@ -105,6 +120,8 @@ class UnitShape(Value):
     """Units of one kind share slots."""
     pieces: tuple[int, ...]
     """Elements in each piece of its state, in order; their sum is `parameters`."""
+    owners: tuple[int, ...] = ()
+    """The worker that updates each piece; empty: worker 0 all of them."""
     forward_flops_a_token: float
     kept_bytes_a_token: int
     """Saved for backward without recomputation, beside the input."""
@@ -143,6 +160,12 @@ class StreamPlan(Value):
     """Micro-batches whose offloaded activations are on the card at once, on their way out or in."""
     placement: tuple[Placement, ...] = ()
     """By unit; empty: all are streamed."""
+    workers: int = Field(default=1, ge=1)
+    """Of one box, over one copy of the state in host memory."""
+    worker: int = 0
+    """Whose step this is."""
+    ring: int = Field(default=3, ge=1)
+    """Blocks whose gradients wait in a worker's ring to be summed."""
 
     @property
     def on_card_in_backward_bytes(self) -> int:
@@ -152,6 +175,13 @@ class StreamPlan(Value):
     def placed(self, unit: int) -> Placement:
         """Where `unit` lives."""
         return self.placement[unit] if self.placement else "streamed"
+
+    def owned(self, unit: int, worker: int) -> tuple[int, ...]:
+        """The pieces of `unit` that `worker` updates."""
+        shape = self.units[unit]
+        if not shape.owners:
+            return tuple(range(len(shape.pieces))) if worker == 0 else ()
+        return tuple(piece for piece, owner in enumerate(shape.owners) if owner == worker)
 
     def of_kind(self, unit: int) -> tuple[int, int]:
         """(place of `unit` among the units of its kind, number of these units)."""

@@ -15,9 +15,9 @@ from typing import Final
 
 from muletrain.schedule.ops import Buffer, Kind, Op, Resource
 
-RESOURCES: Final[tuple[Resource, ...]] = ("compute", "update", "up", "down", "host")
+RESOURCES: Final[tuple[Resource, ...]] = ("compute", "update", "up", "down", "peers", "sums", "host")
 NUMBER: Final[dict[Resource, int]] = {name: number for number, name in enumerate(RESOURCES)}
-_IN_PROGRAM_ORDER: Final = frozenset({"compute", "update", "host"})
+_IN_PROGRAM_ORDER: Final = frozenset({"compute", "update", "peers", "sums", "host"})
 """Resources whose order of issue is the program's own. The links' order is found by `listed`."""
 
 Clock = tuple[int, ...]
@@ -40,7 +40,8 @@ class Program:
     def __init__(self) -> None:
         self.ops: list[Op] = []
         self._accesses: dict[Buffer, _Access] = {}
-        self._behind: dict[int, int] = {}
+        self._behind: dict[int, list[int]] = {}
+        self._last: dict[Resource, int] = {}
 
     def add(
         self,
@@ -59,14 +60,18 @@ class Program:
         behind: int = -1,
     ) -> int:
         """Appends an op and returns its position. `behind` is an op that must be issued before it, though nothing of it is
-        needed."""
+        needed; on `update`, `peers` and `sums` the op before is such a one too."""
         position = len(self.ops)
         after = self._conflicts(position, resource, reads, writes)
         self.ops.append(
             Op(position, kind, resource, unit, wave, micro_batch, piece, size_bytes, flops, memory_bytes, after, reads, writes)
         )
         if behind >= 0:
-            self._behind[position] = behind
+            self._behind[position] = [behind]
+        if resource in ("update", "peers", "sums"):
+            if resource in self._last:
+                self._behind.setdefault(position, []).append(self._last[resource])
+            self._last[resource] = position
         return position
 
     def _conflicts(
@@ -148,7 +153,7 @@ class Clocks:
         return earlier != later and self.clocks[later][its] >= count
 
 
-def _issue_order(ops: list[Op], behind: dict[int, int]) -> list[int]:
+def _issue_order(ops: list[Op], behind: dict[int, list[int]]) -> list[int]:
     """Positions in the program in order of issue: compute and host as programmed, and each other op as soon as all that it
     waits for is issued; of several, the one first in the program, which is the one needed first."""
     waiting = [len(op.after) for op in ops]
@@ -156,9 +161,10 @@ def _issue_order(ops: list[Op], behind: dict[int, int]) -> list[int]:
     for op in ops:
         for need in op.after:
             then[need].append(op.id)
-    for position, first in behind.items():
-        waiting[position] += 1
-        then[first].append(position)
+    for position, firsts in behind.items():
+        waiting[position] += len(firsts)
+        for first in firsts:
+            then[first].append(position)
     spine = [op.resource in ("compute", "host") for op in ops]
     ready = [p for p, count in enumerate(waiting) if count == 0 and not spine[p]]
     order: list[int] = []

@@ -86,9 +86,9 @@ def backward_s(plan: StreamPlan, unit: int, tokens: int, rates: Rates) -> float:
 
 def alone_s(op: Op, schedule: Schedule, rates: Rates) -> float:
     """An op's time without overhead and without company on the link."""
-    if op.resource == "up":
+    if op.resource in ("up", "peers"):
         return op.size_bytes / rates.up_bytes_s
-    if op.resource == "down":
+    if op.resource in ("down", "sums"):
         return op.size_bytes / rates.down_bytes_s
     memory_s = op.memory_bytes / rates.memory_bytes_s
     if not rates.units or op.micro_batch < 0:

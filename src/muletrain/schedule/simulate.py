@@ -1,9 +1,10 @@
 """Walks a schedule with rates: when each op starts and ends, and so how long a step takes and what it waits for.
 
 How long an op takes alone is said in rates.py. Event-driven: each resource does its ops one after another, an op starts when
-its resource is free and all in `after` are done. The two directions of the link share it when both are busy. What is not
-modelled: that the update's memory traffic slows compute (under 2 % of it on the cards at hand), and what the host does between
-steps: a step starts when the one before is complete.
+its resource is free and all in `after` are done. The two directions of the link share it when both are busy, and so do two
+resources that go the same way. Of several workers in a box one is walked, and the others are taken to keep pace: what it waits
+for, they tell it when it tells them. What is not modelled: that the update's memory traffic slows compute (under 2 % of it on
+the cards at hand), and what the host does between steps: a step starts when the one before is complete.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from muletrain.schedule.rates import Rates, alone_s
 
 _UP: Final = NUMBER["up"]
 _DOWN: Final = NUMBER["down"]
+_PEERS: Final = NUMBER["peers"]
+_SUMS: Final = NUMBER["sums"]
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,8 @@ def _bound(schedule: Schedule, alone: list[float], rates: Rates) -> float:
     total: dict[Resource, float] = dict.fromkeys(RESOURCES, 0.0)
     for op in schedule.ops:
         total[op.resource] += alone[op.id]
-    return max(total["compute"], total["update"], link_bound_s(total["up"], total["down"], rates))
+    link_s = link_bound_s(total["up"] + total["peers"], total["down"] + total["sums"], rates)
+    return max(total["compute"], total["update"], link_s)
 
 
 def link_bound_s(up_s: float, down_s: float, rates: Rates) -> float:
@@ -91,12 +95,14 @@ def _walk(schedule: Schedule, alone: list[float], rates: Rates) -> tuple[list[fl
     """Start and end by op. Work is in seconds alone; a link op's work shrinks slower while the other direction is busy."""
     ops = schedule.ops
     count = len(ops)
-    waiting = [len(op.after) for op in ops]
+    told = _told(ops)
+    after = [_waits_for(op, told) for op in ops]
+    waiting = [len(earlier) for earlier in after]
     then: list[list[int]] = [[] for _ in ops]
     queues: list[list[int]] = [[] for _ in RESOURCES]
     for op in ops:
         queues[NUMBER[op.resource]].append(op.id)
-        for earlier in op.after:
+        for earlier in after[op.id]:
             then[earlier].append(op.id)
     start, end = [0.0] * count, [0.0] * count
     shared = 1.0 / _slowdown(rates)
@@ -111,7 +117,10 @@ def _walk(schedule: Schedule, alone: list[float], rates: Rates) -> tuple[list[fl
                 op = ops[queues[r][heads[r]]]
                 start[op.id] = now
                 left[r] = alone[op.id] + rates.op_overhead_s
-        speed[_UP] = speed[_DOWN] = shared if left[_UP] < math.inf and left[_DOWN] < math.inf else 1.0
+        up, down = ((left[a] < math.inf) + (left[b] < math.inf) for a, b in ((_UP, _PEERS), (_DOWN, _SUMS)))
+        each = shared if up and down else 1.0
+        speed[_UP] = speed[_PEERS] = each / max(1, up)
+        speed[_DOWN] = speed[_SUMS] = each / max(1, down)
         passed, first = min((left[r] / speed[r], r) for r in touched)
         if passed == math.inf:
             break
@@ -129,3 +138,16 @@ def _walk(schedule: Schedule, alone: list[float], rates: Rates) -> tuple[list[fl
         stuck = ops[min(q[h] for q, h in zip(queues, heads, strict=True) if h < len(q))]
         raise ScheduleError(f"op {stuck.id} {stuck.kind} waits for something that waits for it")
     return start, end
+
+
+def _told(ops: tuple[Op, ...]) -> dict[tuple[int, int, int], int]:
+    """(phase, unit, wave) -> the worker's own signal."""
+    return {(op.writes[-1].index[0], op.unit, op.wave): op.id for op in ops if op.kind == "signal"}
+
+
+def _waits_for(op: Op, told: dict[tuple[int, int, int], int]) -> tuple[int, ...]:
+    """What must be complete before `op`, other workers keeping pace."""
+    if op.kind != "wait":
+        return op.after
+    own = told.get((op.reads[0].index[0], op.unit, op.wave))
+    return op.after if own is None else (*op.after, own)
