@@ -83,6 +83,11 @@ class Buffer(NamedTuple):
     index: tuple[int, ...]  # type: ignore[assignment]  # shadows tuple.index, which nothing needs here
 
 
+def index_in(buffers: tuple[Buffer, ...], place: Place) -> tuple[int, ...]:
+    """Which of its kind is among `buffers`: the first one's index."""
+    return next(buffer.index for buffer in buffers if buffer.place == place)
+
+
 @dataclass(frozen=True, slots=True)
 class Op:
     """One piece of work. Numbers that do not apply are -1. A plain dataclass: a schedule of 20,000 is built on every start."""

@@ -1,6 +1,6 @@
 """Host memory of a streamed run: one mapping, registered with the driver, from which all arrays are cut.
 
-One mapping, because several workers of a box will share it, and because PyTorch's pinned allocator rounds each tensor up to a
+One mapping, because several workers of a box share it (shared.py), and because PyTorch's pinned allocator rounds each tensor up to a
 power of two: 70 GiB of state would take 128. Pages are touched by several threads first, since the driver would otherwise fault
 them in one by one while it registers them.
 """
@@ -27,29 +27,27 @@ _MEMINFO = Path("/proc/meminfo")
 class HostArena:
     """`take` cuts arrays off one mapping until it is used up; `close` gives the whole back."""
 
-    def __init__(self, size_bytes: int, register: bool) -> None:
-        """Maps `size_bytes`, zeroed. `register`: pin it for a CUDA device, so that copies run beside compute.
+    def __init__(self, size_bytes: int, register: bool, file: int = -1, mapped_before: bool = False) -> None:
+        """Maps `size_bytes`, zeroed. `register`: pin it for a CUDA device, so that copies run beside compute. `file`: the
+        descriptor of a memory file of at least that size, for a mapping to share; `mapped_before`: another worker has done so.
 
         Raises DoesNotFitError with the shortfall before anything is mapped, or where the driver refuses to register it.
         """
         self._size = -(-max(size_bytes, 1) // _ALIGNMENT) * _ALIGNMENT
-        missing = self._size - available_bytes()
-        if missing > 0:
-            raise DoesNotFitError(
-                f"memory.strategy: streamed keeps {format_bytes(self._size)} in host memory, {format_bytes(missing)} more than "
-                "is free on this machine; free some, or choose a smaller model or train.optimizer.state: 8bit"
-            )
-        self._map = mmap.mmap(-1, self._size)
+        if not mapped_before:
+            require_free(self._size)
+        self._map, self._fresh = mmap.mmap(file, self._size), not mapped_before
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._used, self._registered = 0, False
         if register:
             self._register()
 
     def _register(self) -> None:
-        touched = np.frombuffer(self._map, dtype=np.uint8)
-        starts = range(0, self._size, _TOUCH)
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            list(pool.map(lambda start: touched[start : start + _TOUCH : _ALIGNMENT].fill(0), starts))
+        if self._fresh:  # else other workers' numbers may be there already
+            touched = np.frombuffer(self._map, dtype=np.uint8)
+            starts = range(0, self._size, _TOUCH)
+            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+                list(pool.map(lambda start: touched[start : start + _TOUCH : _ALIGNMENT].fill(0), starts))
         code = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self._size, 0)
         if int(code) != 0:
             raise DoesNotFitError(
@@ -73,6 +71,16 @@ class HostArena:
             torch.cuda.synchronize()
             torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
             self._registered = False
+
+
+def require_free(size_bytes: int) -> None:
+    """Raises DoesNotFitError with the shortfall."""
+    missing = size_bytes - available_bytes()
+    if missing > 0:
+        raise DoesNotFitError(
+            f"memory.strategy: streamed keeps {format_bytes(size_bytes)} in host memory, {format_bytes(missing)} more than "
+            "is free on this machine; free some, or choose a smaller model or train.optimizer.state: 8bit"
+        )
 
 
 def padded_bytes(count: int, dtype: torch.dtype) -> int:

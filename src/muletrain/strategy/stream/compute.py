@@ -99,7 +99,7 @@ class Compute:
             return
         own, shared = self._device.slots[self._head].parameters, self._device.shared
         work.gradients[m], *grads = torch.autograd.grad(loss, [final, *own, *shared])
-        self._device.add_gradients(op, grads[: len(own)], first=m == 0)
+        self._device.add_gradients(op, grads[: len(own)])
         if shared:
             work.shared[m] = grads[-1]
 
@@ -114,4 +114,4 @@ class Compute:
         else:
             x, edge = work.graphs.pop((op.unit, m))
             work.gradients[m], *grads = torch.autograd.grad([edge], [x, *parameters], [work.gradients[m]])
-        self._device.add_gradients(op, grads, first=m == 0)
+        self._device.add_gradients(op, grads)

@@ -18,7 +18,7 @@ from muletrain.optim.adamw import UpdateScalars
 from muletrain.optim.flat import FlatState, Region, update_piece
 from muletrain.optim.master import SplitMaster
 from muletrain.schedule.layout import Layout
-from muletrain.schedule.ops import Buffer, Op, Place, StreamPlan
+from muletrain.schedule.ops import Op, StreamPlan, index_in
 from muletrain.spec.recipe import OptimizerSection
 from muletrain.strategy.randomness import key
 from muletrain.strategy.stream.unit import Formats, HostUnit, Take
@@ -69,6 +69,9 @@ class Device:
         self._formats, self._optimizer, self._seed, self._device = formats, optimizer, seed, device
         most = max((piece.size for unit in units if not unit.on_card for piece in unit.pieces), default=0)
         self._staging = [self._stage(most) for _ in range(plan.staging)]
+        apart = formats.own_working and plan.workers > 1  # with one worker an update writes them straight into a slot
+        working = [torch.zeros(most, dtype=formats.precision.compute, device=device) for _ in range(plan.staging if apart else 0)]
+        self._staged_working = working
         self._gradients: dict[tuple[int, ...], Tensor] = {}
         for number, (unit, buffer) in enumerate(zip(units, Layout(plan).gradients, strict=True)):
             if plan.units[number].trainable and buffer.index not in self._gradients:
@@ -100,7 +103,7 @@ class Device:
         """One piece of state, and of the gradient where it waited on the host."""
         unit = self.units[op.unit]
         piece = unit.pieces[op.piece]
-        state, gradient = self._staging[_index(op.writes, "staging")[0]]
+        state, gradient = self._staging[index_in(op.writes, "staging")[0]]
         source = unit.state.part(piece.start, piece.stop).tensors()
         here_already = self._in_slot
         for there, here in list(zip(source, state.part(0, piece.size).tensors(), strict=True))[here_already:]:
@@ -131,14 +134,16 @@ class Device:
         if on_card:
             state = unit.state.part(piece.start, piece.stop)
         else:
-            buffer = _index(op.writes, "staging")[0]
+            buffer = index_in(op.writes, "staging")[0]
             state = self._staged(buffer, flat, piece)
         if on_card or in_backward:
-            gradient = self._gradients[_index(op.reads, "gradient")][piece.start : piece.stop]
+            gradient = self.gradient(op)[piece.start : piece.stop]
         else:
             gradient = self._staging[buffer][1][: piece.size]
         # A slot that is itself part of the state needs no copy of it.
         slot = flat[piece.start : piece.stop] if self._formats.own_working or not (on_card or self._in_slot) else None
+        if self.plan.workers > 1 and not on_card:
+            slot = self._staged_working[buffer][: piece.size] if self._staged_working else None
         assert self.pending is not None
         update_piece(
             state,
@@ -156,39 +161,47 @@ class Device:
         """One piece's new state, and working weights where they are kept apart, home."""
         unit = self.units[op.unit]
         piece = unit.pieces[op.piece]
-        state = self._staged(_index(op.reads, "staging")[0], self.slots[op.unit].flat, piece)
+        buffer = index_in(op.reads, "staging")[0]
+        slot = self.slots[op.unit].flat
+        state = self._staged(buffer, slot, piece)
         target = unit.state.part(piece.start, piece.stop).tensors()
         for here, there in zip(state.tensors(), target, strict=True):
             there.copy_(here, non_blocking=True)
         if self._formats.own_working:
-            unit.working[piece.start : piece.stop].copy_(self.slots[op.unit].flat[piece.start : piece.stop], non_blocking=True)
+            new = self._staged_working[buffer][: piece.size] if self._staged_working else slot[piece.start : piece.stop]
+            unit.working[piece.start : piece.stop].copy_(new, non_blocking=True)
 
     # --- gradients --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def add_gradients(self, op: Op, grads: Sequence[Tensor], first: bool) -> None:
-        """Adds one micro-batch's gradients, in the layout's order, in master precision."""
-        flat = self._gradients[_index(op.writes, "gradient")]
+    def add_gradients(self, op: Op, grads: Sequence[Tensor]) -> None:
+        """Adds one micro-batch's gradients, in the layout's order, in master precision, to the sum that the op reads, if any."""
+        first = not any(buffer.place == "gradient" for buffer in op.reads)
+        flat = self._gradients[index_in(op.writes, "gradient")]
         for segment, grad in zip(self.units[op.unit].layout.segments, grads, strict=True):
             if first:
                 segment.of(flat).copy_(grad)
             else:
                 segment.of(flat).add_(grad)
 
+    def gradient(self, op: Op) -> Tensor:
+        """The gradient buffer that an op reads."""
+        return self._gradients[index_in(op.reads, "gradient")]
+
     def gradient_views(self, op: Op) -> list[Tensor]:
         """A unit's summed gradients by parameter, in the layout's order."""
-        flat = self._gradients[_index(op.reads, "gradient")]
+        flat = self.gradient(op)
         return [segment.of(flat) for segment in self.units[op.unit].layout.segments]
 
     @torch.no_grad()
     def store(self, op: Op) -> None:
         """A unit's summed gradient home."""
-        self.units[op.unit].gradient.copy_(self._gradients[_index(op.reads, "gradient")], non_blocking=True)
+        self.units[op.unit].gradient.copy_(self.gradient(op), non_blocking=True)
 
     @torch.no_grad()
     def fetch_gradient(self, op: Op) -> None:
         """The sum of the waves before, back."""
-        self._gradients[_index(op.writes, "gradient")].copy_(self.units[op.unit].gradient, non_blocking=True)
+        self._gradients[index_in(op.writes, "gradient")].copy_(self.units[op.unit].gradient, non_blocking=True)
 
     # --- inputs -----------------------------------------------------------------------------------------------------
 
@@ -197,7 +210,7 @@ class Device:
         """The next unit's input, where it will be found in backward; no graph, a version counter of its own."""
         if self.plan.inputs == "card":
             return output
-        row, position = _index(op.writes, "input")
+        row, position = index_in(op.writes, "input")
         place = self._inputs[row][position, : output.numel()].view(output.shape)
         place.copy_(output)
         return place.data
@@ -205,18 +218,13 @@ class Device:
     @torch.no_grad()
     def send(self, op: Op) -> None:
         """One micro-batch's input of a unit home."""
-        row, position = _index(op.reads, "input")
-        unit, _ = _index(op.writes, "host_input")
+        row, position = index_in(op.reads, "input")
+        unit, _ = index_in(op.writes, "host_input")
         self._host_inputs[unit][position].copy_(self._inputs[row][position], non_blocking=True)
 
     @torch.no_grad()
     def receive(self, op: Op) -> None:
         """The same back, to the very place it had."""
-        row, position = _index(op.writes, "input")
-        unit, _ = _index(op.reads, "host_input")
+        row, position = index_in(op.writes, "input")
+        unit, _ = index_in(op.reads, "host_input")
         self._inputs[row][position].copy_(self._host_inputs[unit][position], non_blocking=True)
-
-
-def _index(buffers: tuple[Buffer, ...], place: Place) -> tuple[int, ...]:
-    """Which of its kind the op names."""
-    return next(buffer.index for buffer in buffers if buffer.place == place)

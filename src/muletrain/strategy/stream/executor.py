@@ -16,9 +16,9 @@ from typing import Protocol
 import torch
 
 from muletrain.schedule.ops import Op, Resource, Schedule
+from muletrain.schedule.program import RESOURCES
 
 Handler = Callable[[Op], None]
-RESOURCES: tuple[Resource, ...] = ("compute", "update", "up", "down", "host")
 
 
 class Executor(Protocol):
@@ -42,9 +42,10 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self._streams: dict[Resource, torch.cuda.Stream] = {"compute": torch.cuda.current_stream(device)}
-        for resource in ("update", "up", "down"):
-            self._streams[resource] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._streams["host"] = self._streams["compute"]
+        for resource in RESOURCES:
+            if resource not in self._streams:
+                self._streams[resource] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.traced: list[tuple[Op, torch.cuda.Event, torch.cuda.Event]] | None = None
         """Start and end of each op on its stream, if set to a list before a run."""
 

@@ -1,0 +1,162 @@
+"""What a worker exchanges with the other workers of its box: its gradients, through a ring in shared host memory, and signals.
+
+Each worker writes its part of a unit's gradient into its own ring; the owner of a piece fetches all workers' parts of it, adds
+them in master precision in the order of workers, and writes the one sum. All parts go through the ring, the owner's too, so that a
+sum does not depend on who made it. The schedule (schedule.workers) says when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from muletrain.metrics.communication import CommunicationMeter
+from muletrain.optim.flat import FlatLayout, Region
+from muletrain.optim.moments import BLOCK
+from muletrain.schedule.layout import Layout
+from muletrain.schedule.ops import Op, StreamPlan, index_in
+from muletrain.schedule.workers import PARTS, ring_slot
+from muletrain.strategy.stream.device import Device
+from muletrain.strategy.stream.shared import Team, flag_count
+from muletrain.strategy.stream.signals import HostSignals, Signals, StreamSignals
+from muletrain.strategy.stream.unit import Take
+
+
+@dataclass(frozen=True)
+class Rings:
+    """In shared memory."""
+
+    parts: list[list[Tensor]]
+    """By worker, by place: a unit's gradient."""
+    flags: Tensor
+
+
+def cut(layout: FlatLayout, most: int, slices: Sequence[int]) -> tuple[tuple[Region, ...], tuple[int, ...]]:
+    """(pieces of at most `most` elements, the worker that owns each): worker w gets `slices[w]` of their sum of the blocks of 256,
+    as near as whole blocks go."""
+    blocks, total = layout.size // BLOCK, sum(slices)
+    bounds = [blocks * share // total * BLOCK for share in accumulate(slices, initial=0)]
+    pieces: list[Region] = []
+    owners: list[int] = []
+    for worker, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        mine = list(layout.pieces(most, start, stop)) if stop > start else []
+        pieces += mine
+        owners += [worker] * len(mine)
+    return tuple(pieces), tuple(owners)
+
+
+def ring_sizes(sizes: Sequence[int], ring: int) -> list[int]:
+    """Elements at each place of a worker's ring, of units of these sizes: blocks in turn, embedding and head in the last."""
+    return [max(sizes[1:-1], default=0)] * ring + [max(sizes[0], sizes[-1])]
+
+
+def take_rings(sizes: Sequence[int], ring: int, workers: int, dtype: torch.dtype, take: Take) -> Rings:
+    """Room for them."""
+    parts = [[take(size, dtype) for size in ring_sizes(sizes, ring)] for _ in range(workers)]
+    return Rings(parts, take(flag_count(len(sizes), workers), torch.int32))
+
+
+class Exchange:
+    """Handlers of store_part, fetch_part, sum, store_sum, signal and wait."""
+
+    def __init__(
+        self,
+        plan: StreamPlan,
+        device: Device,
+        rings: Rings,
+        team: Team,
+        meter: CommunicationMeter,
+        master: torch.dtype,
+        where: torch.device,
+    ) -> None:
+        self._plan, self._device, self._rings, self._team, self._master = plan, device, rings, team, master
+        self.signals: Signals = StreamSignals(rings.flags) if where.type == "cuda" else HostSignals(rings.flags, team, meter)
+        mine = [(u, p) for u, unit in enumerate(plan.units) if unit.trainable for p in plan.owned(u, plan.worker)]
+        self._places = {piece: number for number, piece in enumerate(mine)}
+        most = max((plan.units[u].pieces[p] for u, p in mine), default=0)
+        rows, dtype = plan.workers + (plan.waves > 1), rings.parts[0][0].dtype
+        self._parts = [torch.zeros(rows, most, dtype=dtype, device=where) for _ in range(PARTS)]
+        self.norms = torch.zeros(max(1, len(mine)), dtype=torch.float64, device=where)
+        """Of this worker's pieces of the summed gradient, in the latest step."""
+        layout = Layout(plan)
+        self._sharing = {u for u, buffer in enumerate(layout.gradients) if layout.sharers[buffer] > 1}
+        """Units whose gradient buffer is not their own."""
+        self._base = self._steps = 0
+        """What all flags have reached."""
+
+    def begin(self, waves: int) -> None:
+        """Before a schedule of so many waves: its signals are beyond all earlier ones."""
+        self._base, self._steps = self._steps, self._steps + waves
+
+    @torch.no_grad()
+    def store_part(self, op: Op) -> None:
+        """This worker's gradient of a unit into its ring."""
+        gradient = self._device.gradient(op)
+        self._ring(self._plan.worker, op)[: len(gradient)].copy_(gradient, non_blocking=True)
+
+    def _ring(self, worker: int, op: Op) -> Tensor:
+        return self._rings.parts[worker][ring_slot(self._plan, op.unit)]
+
+    def _rows(self, op: Op, buffer: int) -> Tensor:
+        return self._parts[buffer][:, : self._plan.units[op.unit].pieces[op.piece]]
+
+    @torch.no_grad()
+    def fetch_part(self, op: Op) -> None:
+        """All workers' parts of a piece, and in later waves the sum so far, as rows of a parts buffer."""
+        unit, rows = self._device.units[op.unit], self._rows(op, index_in(op.writes, "parts")[0])
+        piece = unit.pieces[op.piece]
+        for worker in range(self._plan.workers):
+            rows[worker].copy_(self._ring(worker, op)[piece.start : piece.stop], non_blocking=True)
+        if self._accumulates(op):
+            rows[-1].copy_(unit.gradient[piece.start : piece.stop], non_blocking=True)
+
+    @torch.no_grad()
+    def sum(self, op: Op) -> None:
+        """The rows added up into the first; after the last wave their norm."""
+        rows = self._rows(op, index_in(op.writes, "parts")[0])
+        if self._accumulates(op):
+            total = rows[-1].to(self._master, copy=True)
+            parts = list(rows[:-1])
+        else:
+            total = rows[0].to(self._master, copy=True)
+            parts = list(rows[1 : self._plan.workers])
+        for part in parts:
+            total.add_(part)
+        if any(buffer.place == "sums" for buffer in op.writes):
+            self.norms[self._places[op.unit, op.piece]] = _norm(total)
+        rows[0].copy_(total)
+
+    def _accumulates(self, op: Op) -> bool:
+        """Whether fetch_part brought a sum of earlier waves: a shared gradient buffer is overwritten in each."""
+        return op.wave > 0 and op.unit in self._sharing
+
+    @torch.no_grad()
+    def store_sum(self, op: Op) -> None:
+        """The sum home."""
+        unit, rows = self._device.units[op.unit], self._rows(op, index_in(op.reads, "parts")[0])
+        piece = unit.pieces[op.piece]
+        unit.gradient[piece.start : piece.stop].copy_(rows[0], non_blocking=True)
+
+    def signal(self, op: Op) -> None:
+        """Tells the others."""
+        self.signals.write(self._flag(index_in(op.writes, "flag")), self._base + op.wave + 1)
+
+    def wait(self, op: Op) -> None:
+        """For the others."""
+        for buffer in op.reads:
+            if buffer.place == "flag":
+                self.signals.wait(self._flag(buffer.index), self._base + op.wave + 1)
+
+    def _flag(self, index: tuple[int, ...]) -> int:
+        phase, worker, unit = index
+        return (phase * self._plan.workers + worker) * len(self._plan.units) + unit
+
+
+def _norm(total: Tensor) -> Tensor:
+    if total.is_cuda:
+        return torch._foreach_norm([total], 2)[0].double()
+    return torch.linalg.vector_norm(total, dtype=torch.float64)
