@@ -20,7 +20,7 @@ who owns what).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from muletrain.schedule.layout import Layout
@@ -34,6 +34,11 @@ PARTS: Final = 2
 def ring_slot(plan: StreamPlan, unit: int) -> int:
     """Where in a worker's ring the unit's gradient goes: blocks in turn; embedding and head share the last place."""
     return plan.ring if unit in (0, len(plan.units) - 1) else unit % plan.ring
+
+
+def ring_sizes(sizes: Sequence[int], ring: int) -> list[int]:
+    """Elements at each place of a worker's ring, of units of these sizes."""
+    return [max(sizes[1:-1])] * ring + [max(sizes[0], sizes[-1])]
 
 
 class Exchange:

@@ -86,6 +86,10 @@ class StreamingPlan(Value):
     """Units all of whose state stays on the device: 0 is the embedding, then the blocks, then the head."""
     moments: OptimizerState = "fp32"
     """Of the optimizer, between updates."""
+    slices: tuple[int, ...] = ()
+    """Several workers: what share of every unit each updates, by worker, as whole numbers; empty: the same."""
+    ring: int = 3
+    """Several workers: blocks whose gradients wait on the host to be summed, a worker."""
     gradients: Literal["master", "bf16"] = "master"
     """Format of a block's summed gradient in host memory: the masters' (fp32), or bf16."""
 

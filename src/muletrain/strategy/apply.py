@@ -39,12 +39,13 @@ def build_strategy(plan: Plan, model: CausalModel, weights: WeightSource, device
     meter = CommunicationMeter()
     random = KeyedRandom(plan.train.seed, model.has_dropout)
     scaler = LossScaler(plan.precision.compute == "fp16", plan.precision.initial_loss_scale, plan.tokens_per_step)
-    updater = Updater(plan.train.optimizer, plan.train.clip_norm, scaler, precision.master, workers, meter)
+    streamed = plan.memory.strategy == "streamed"
+    updater = Updater(plan.train.optimizer, plan.train.clip_norm, scaler, precision.master, workers, meter, on_host=streamed)
     materials = Materials(model, weights, device, precision, random, updater, meter, worker, workers)
     prepare = partial(
         prepare_block, activations=plan.memory.activations, compiled=plan.train.compile, preserve_random=random.enabled
     )
-    if plan.memory.strategy == "streamed":  # blocks run in slots there, so those are prepared
+    if streamed:  # blocks run in slots there, so those are prepared
         wave = -(-plan.train.micro_batches // plan.memory.streaming.waves)
         return StreamedStrategy(materials, prepare, plan.memory.streaming, plan.train.seed, wave)
     for layer, block in enumerate(model.layers):

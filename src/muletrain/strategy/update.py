@@ -52,15 +52,20 @@ class Updater:
         master: torch.dtype,
         workers: int,
         meter: CommunicationMeter,
+        on_host: bool = False,
     ) -> None:
-        self.optimizer, self.scaler = optimizer, scaler
+        """`on_host`: sums over workers go through the host whatever the device, as there is no NCCL."""
+        self.optimizer, self.scaler, self._on_host = optimizer, scaler, on_host
         self._clip_norm, self._master, self._workers, self._meter = clip_norm, master, workers, meter
 
     def total(self, values: Tensor) -> Tensor:
         """Sum over workers, in place."""
         if self._workers > 1:
+            shared = values.cpu() if self._on_host else values
             with self._meter.wait():
-                dist.all_reduce(values)
+                dist.all_reduce(shared)
+            if shared is not values:
+                values.copy_(shared)
         return values
 
     @torch.no_grad()

@@ -119,11 +119,12 @@ def _beginning(plan: Plan, parts: Parts) -> Progress:
 
 @contextmanager
 def _process_group(plan: Plan, place: WorkerPlace, device: torch.device) -> Iterator[None]:
-    """Several workers need a group, zero1 to zero3 always do. Objects and small sums go over the host (gloo) on GPUs too."""
+    """Several workers need a group, zero1 to zero3 always do. Objects and small sums go over the host (gloo) on GPUs too, and
+    streamed needs nothing else."""
     if place.workers == 1 and not plan.memory.strategy.startswith("zero"):
         yield
         return
-    cuda = device.type == "cuda"
+    cuda = device.type == "cuda" and plan.memory.strategy != "streamed"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
         init_method=place.rendezvous,

@@ -66,7 +66,7 @@ class Device:
         self.shared: list[nn.Parameter] = []
         """The embedding's weight, where the head computes with it."""
         self.pending: Pending | None = None
-        self._formats, self._optimizer, self._seed, self._device = formats, optimizer, seed, device
+        self._formats, self._optimizer, self._seed, self.device = formats, optimizer, seed, device
         most = max((piece.size for unit in units if not unit.on_card for piece in unit.pieces), default=0)
         self._staging = [self._stage(most) for _ in range(plan.staging)]
         apart = formats.own_working and plan.workers > 1  # with one worker an update writes them straight into a slot
@@ -80,14 +80,14 @@ class Device:
         self._host_inputs: dict[int, Tensor] = {}
 
     def _stage(self, elements: int) -> tuple[FlatState, Tensor]:
-        state = self._formats.state.allocate(elements, self._device)
-        return state, torch.zeros(elements, dtype=self._formats.gradient, device=self._device)
+        state = self._formats.state.allocate(elements, self.device)
+        return state, torch.zeros(elements, dtype=self._formats.gradient, device=self.device)
 
     def place_inputs(self, elements: int, positions: int, take: Take) -> None:
         """Room for inputs that wait on the host: two units' on the device; there, those of all blocks but the last, which
         backward comes to before its input would be overwritten. `elements` a micro-batch."""
         dtype = self._formats.precision.compute
-        self._inputs = [torch.zeros(positions, elements, dtype=dtype, device=self._device) for _ in range(2)]
+        self._inputs = [torch.zeros(positions, elements, dtype=dtype, device=self.device) for _ in range(2)]
         sent = range(1, len(self.units) - 2)
         self._host_inputs = {unit: take(positions * elements, dtype).view(positions, elements) for unit in sent}
 

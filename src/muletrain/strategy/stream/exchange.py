@@ -8,8 +8,7 @@ sum does not depend on who made it. The schedule (schedule.workers) says when.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -19,20 +18,25 @@ from muletrain.optim.flat import FlatLayout, Region
 from muletrain.optim.moments import BLOCK
 from muletrain.schedule.layout import Layout
 from muletrain.schedule.ops import Op, StreamPlan, index_in
-from muletrain.schedule.workers import PARTS, ring_slot
+from muletrain.schedule.workers import PARTS, ring_sizes, ring_slot
+from muletrain.spec.plan import StreamingPlan
+from muletrain.strategy.stream.arena import padded_bytes
 from muletrain.strategy.stream.device import Device
 from muletrain.strategy.stream.shared import Team, flag_count
 from muletrain.strategy.stream.signals import HostSignals, Signals, StreamSignals
-from muletrain.strategy.stream.unit import Take
+from muletrain.strategy.stream.unit import Formats, HostUnit, Take
 
 
-@dataclass(frozen=True)
-class Rings:
-    """In shared memory."""
-
-    parts: list[list[Tensor]]
-    """By worker, by place: a unit's gradient."""
-    flags: Tensor
+def slice_units(plan: StreamPlan, units: Sequence[HostUnit], streaming: StreamingPlan, team: Team) -> StreamPlan:
+    """Cuts the units into pieces that each have one owner, and names this worker in the plan."""
+    slices, shapes = streaming.slices or (1,) * team.workers, []
+    if len(slices) != team.workers:
+        raise ValueError(f"the plan has slices for {len(slices)} workers, {team.workers} are here")
+    for unit, shape in zip(units, plan.units, strict=True):
+        unit.pieces, owners = cut(unit.layout, streaming.piece, slices)
+        shapes.append(shape.model_copy(update={"pieces": tuple(piece.size for piece in unit.pieces), "owners": owners}))
+    changes = {"units": tuple(shapes), "workers": team.workers, "worker": team.worker, "ring": streaming.ring}
+    return plan.model_copy(update=changes)
 
 
 def cut(layout: FlatLayout, most: int, slices: Sequence[int]) -> tuple[tuple[Region, ...], tuple[int, ...]]:
@@ -42,44 +46,38 @@ def cut(layout: FlatLayout, most: int, slices: Sequence[int]) -> tuple[tuple[Reg
     bounds = [blocks * share // total * BLOCK for share in accumulate(slices, initial=0)]
     pieces: list[Region] = []
     owners: list[int] = []
-    for worker, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for worker, (start, stop) in enumerate(pairwise(bounds)):
         mine = list(layout.pieces(most, start, stop)) if stop > start else []
         pieces += mine
         owners += [worker] * len(mine)
     return tuple(pieces), tuple(owners)
 
 
-def ring_sizes(sizes: Sequence[int], ring: int) -> list[int]:
-    """Elements at each place of a worker's ring, of units of these sizes: blocks in turn, embedding and head in the last."""
-    return [max(sizes[1:-1], default=0)] * ring + [max(sizes[0], sizes[-1])]
-
-
-def take_rings(sizes: Sequence[int], ring: int, workers: int, dtype: torch.dtype, take: Take) -> Rings:
-    """Room for them."""
-    parts = [[take(size, dtype) for size in ring_sizes(sizes, ring)] for _ in range(workers)]
-    return Rings(parts, take(flag_count(len(sizes), workers), torch.int32))
+def shared_bytes(named: Sequence[Sequence[tuple[str, Tensor]]], formats: Formats, streaming: StreamingPlan, workers: int) -> int:
+    """What several workers take of the arena beside the units' state: rings, flags, gradients of units on the card."""
+    sizes = [FlatLayout.of(part).size for part in named]
+    ring = sum(padded_bytes(size, formats.gradient) for size in ring_sizes(sizes, streaming.ring))
+    stays = sum(padded_bytes(sizes[unit], formats.gradient) for unit in streaming.on_card)
+    return workers * ring + stays + padded_bytes(flag_count(len(sizes), workers), torch.int32)
 
 
 class Exchange:
     """Handlers of store_part, fetch_part, sum, store_sum, signal and wait."""
 
-    def __init__(
-        self,
-        plan: StreamPlan,
-        device: Device,
-        rings: Rings,
-        team: Team,
-        meter: CommunicationMeter,
-        master: torch.dtype,
-        where: torch.device,
-    ) -> None:
-        self._plan, self._device, self._rings, self._team, self._master = plan, device, rings, team, master
-        self.signals: Signals = StreamSignals(rings.flags) if where.type == "cuda" else HostSignals(rings.flags, team, meter)
+    def __init__(self, device: Device, team: Team, take: Take, meter: CommunicationMeter, formats: Formats) -> None:
+        """Collective."""
+        self._plan = plan = device.plan
+        self._device, self.team, self._master = device, team, formats.precision.master
+        sizes, where = [unit.parameters for unit in plan.units], device.device
+        self._rings = [[take(size, formats.gradient) for size in ring_sizes(sizes, plan.ring)] for _ in range(plan.workers)]
+        flags = take(flag_count(len(sizes), plan.workers), torch.int32)
+        self._signals: Signals = StreamSignals(flags) if where.type == "cuda" else HostSignals(flags, team, meter)
+        team.watch(flags)
         mine = [(u, p) for u, unit in enumerate(plan.units) if unit.trainable for p in plan.owned(u, plan.worker)]
         self._places = {piece: number for number, piece in enumerate(mine)}
         most = max((plan.units[u].pieces[p] for u, p in mine), default=0)
-        rows, dtype = plan.workers + (plan.waves > 1), rings.parts[0][0].dtype
-        self._parts = [torch.zeros(rows, most, dtype=dtype, device=where) for _ in range(PARTS)]
+        rows = plan.workers + (plan.waves > 1)
+        self._parts = [torch.zeros(rows, most, dtype=formats.gradient, device=where) for _ in range(PARTS)]
         self.norms = torch.zeros(max(1, len(mine)), dtype=torch.float64, device=where)
         """Of this worker's pieces of the summed gradient, in the latest step."""
         layout = Layout(plan)
@@ -88,9 +86,9 @@ class Exchange:
         self._base = self._steps = 0
         """What all flags have reached."""
 
-    def begin(self, waves: int) -> None:
-        """Before a schedule of so many waves: its signals are beyond all earlier ones."""
-        self._base, self._steps = self._steps, self._steps + waves
+    def begin(self) -> None:
+        """Before a schedule: its signals are beyond all earlier ones."""
+        self._base, self._steps = self._steps, self._steps + self._plan.waves
 
     @torch.no_grad()
     def store_part(self, op: Op) -> None:
@@ -99,7 +97,7 @@ class Exchange:
         self._ring(self._plan.worker, op)[: len(gradient)].copy_(gradient, non_blocking=True)
 
     def _ring(self, worker: int, op: Op) -> Tensor:
-        return self._rings.parts[worker][ring_slot(self._plan, op.unit)]
+        return self._rings[worker][ring_slot(self._plan, op.unit)]
 
     def _rows(self, op: Op, buffer: int) -> Tensor:
         return self._parts[buffer][:, : self._plan.units[op.unit].pieces[op.piece]]
@@ -143,13 +141,13 @@ class Exchange:
 
     def signal(self, op: Op) -> None:
         """Tells the others."""
-        self.signals.write(self._flag(index_in(op.writes, "flag")), self._base + op.wave + 1)
+        self._signals.write(self._flag(index_in(op.writes, "flag")), self._base + op.wave + 1)
 
     def wait(self, op: Op) -> None:
         """For the others."""
         for buffer in op.reads:
             if buffer.place == "flag":
-                self.signals.wait(self._flag(buffer.index), self._base + op.wave + 1)
+                self._signals.wait(self._flag(buffer.index), self._base + op.wave + 1)
 
     def _flag(self, index: tuple[int, ...]) -> int:
         phase, worker, unit = index

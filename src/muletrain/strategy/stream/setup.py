@@ -20,7 +20,9 @@ from muletrain.spec.plan import StreamingPlan
 from muletrain.strategy.materials import Materials
 from muletrain.strategy.stream.arena import HostArena, padded_bytes
 from muletrain.strategy.stream.device import Device, Slot
+from muletrain.strategy.stream.exchange import Exchange, shared_bytes, slice_units
 from muletrain.strategy.stream.proxy import LayerProxy, RunBlock, Stage
+from muletrain.strategy.stream.shared import Team
 from muletrain.strategy.stream.unit import Formats, HostUnit, kind_of, unit_bytes
 
 Named = list[tuple[str, nn.Parameter]]
@@ -37,6 +39,8 @@ class Built:
     norm_places: list[Tensor]
     """By unit: where its parameters' norms go, in the order in which the model names its parameters."""
     arenas: list[HostArena] = field(default_factory=list)
+    exchange: Exchange | None = None
+    """With the other workers, if there are any."""
     input_room: tuple[int, int] = (0, 0)
     """(elements a micro-batch, micro-batches) that there is room for on the host."""
 
@@ -64,14 +68,23 @@ def assemble(materials: Materials, prepare: Prepare, streaming: StreamingPlan, s
     host = [part for number, part in enumerate(named) if number not in streaming.on_card]
     stored = streaming.update == "next_fetch" or streaming.waves > 1
     size = sum(unit_bytes(part, formats, padded_bytes, stored) for part in host)
-    arena = HostArena(size, register=device.type == "cuda")
+    team = Team(materials.worker, materials.workers) if materials.workers > 1 else None
+    if team is None:
+        arena = HostArena(size, register=device.type == "cuda")
+    else:
+        arena = team.map(size + shared_bytes(named, formats, streaming, materials.workers), device.type == "cuda")
     units = []
     for number, part in enumerate(named):
         on_card = number in streaming.on_card
         take = partial(_on_device, device) if on_card else arena.take
         units.append(HostUnit(number, part, formats, take, streaming.piece, on_card, stored))
-        units[-1].fill(materials.weights)
+        if on_card and team:
+            units[-1].gradient = arena.take(units[-1].layout.size, formats.gradient)
+        if team is None or on_card or number % materials.workers == materials.worker:
+            units[-1].fill(materials.weights)
     plan = _plan(model, units, blocks, formats, streaming)
+    if team:
+        plan = slice_units(plan, units, streaming, team)
     stage = Stage(run_layer)
     for number, block in enumerate(blocks):
         model.layers[number] = LayerProxy(stage, number, number == len(blocks) - 1, block)
@@ -85,7 +98,8 @@ def assemble(materials: Materials, prepare: Prepare, streaming: StreamingPlan, s
         on_device.shared = slots[0].parameters[:1]
     unit_of = {segment.name: unit for unit in units for segment in unit.layout.segments}
     norm_places = [torch.tensor([places[segment.name] for segment in unit.layout.segments], device=device) for unit in units]
-    return Built(on_device, stage, unit_of, norm_places, [arena])
+    exchange = Exchange(on_device, team, arena.take, materials.meter, formats) if team else None
+    return Built(on_device, stage, unit_of, norm_places, [arena], exchange)
 
 
 def _on_device(device: torch.device, count: int, dtype: torch.dtype) -> Tensor:

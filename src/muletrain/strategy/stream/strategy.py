@@ -8,6 +8,9 @@ With a global norm clip a unit cannot be updated when its gradient is there, sin
 it is next fetched, in the next step: synchronous semantics, nothing stale, and the update rides along with a transfer that
 happens anyway. `flush` applies what is pending before weights or state are read. Without clip or loss scale a unit is updated
 in backward: a loss that is not finite then stops all updates, a gradient that is not finite those from its unit on.
+
+Several workers of a box share the host's memory (shared.py, exchange.py): each goes through the units with its own micro-batches,
+and all decide together. They meet once more where one reads what others may still be writing: after a flush, and after loading.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ Mode = Literal["train", "evaluate", "flush"]
 
 
 class StreamedStrategy:
-    """See strategy.contract.Strategy. One worker."""
+    """See strategy.contract.Strategy."""
 
     def __init__(
         self,
@@ -56,7 +59,7 @@ class StreamedStrategy:
         self._updater, self._meter = m.updater, m.meter
         self._names = [canonical_name(name) for name, _ in m.model.named_parameters()]
         self._built: Built = assemble(materials, prepare, streaming, seed, self._run_layer)
-        self._device, self._wave = self._built.device, wave
+        self._device, self._exchange, self._wave = self._built.device, self._built.exchange, wave
         self._compute = Compute(m.model, self._device, self._built.stage)
         self.executor: Executor = Streams(m.device) if m.device.type == "cuda" else InOrder()
         self._schedules: dict[StepShape, Schedule] = {}
@@ -104,9 +107,20 @@ class StreamedStrategy:
             self._schedules[shape] = build(self._device.plan, shape)
         if self._device.plan.inputs == "host" and batches:
             self._built.ensure_inputs(max(shape.micro_batches), max(map(len, waves_of(self._device.plan, shape))))
-        self.executor.run(self._schedules[shape], self._do)
+        self._execute(self._schedules[shape])
         self._device.pending, self._work = None, None
         return work
+
+    def _execute(self, schedule: Schedule) -> None:
+        if self._exchange is None:
+            self.executor.run(schedule, self._do)
+            return
+        self._exchange.begin()
+        try:
+            self.executor.run(schedule, self._do)
+        except BaseException:
+            self._exchange.team.stop()  # nobody may wait for this worker
+            raise
 
     def _do(self, op: Op) -> None:
         """One op, where the executor puts it."""
@@ -121,6 +135,8 @@ class StreamedStrategy:
                 self._norm(op)
             case "decide":
                 self._decide()
+            case "store_part" | "fetch_part" | "sum" | "store_sum" | "signal" | "wait":
+                getattr(self._exchange, op.kind)(op)
             case _:
                 getattr(self._device, op.kind)(op)
 
@@ -147,7 +163,18 @@ class StreamedStrategy:
         work = self._now
         tokens = sum(batch.tokens for batch in work.batches)
         assert self._context is not None
-        self._decision = self._updater.decide(work.loss_sum, tokens, self._norms.square().sum(), self._context)
+        norms = self._norms
+        if self._exchange:
+            norms = self._exchange.norms
+            self._meet()
+        self._decision = self._updater.decide(work.loss_sum, tokens, norms.square().sum(), self._context)
+
+    def _meet(self) -> None:
+        """Before workers exchange a number: what this one has waited for was really there."""
+        assert self._exchange is not None
+        if self._torch_device.type == "cuda":
+            torch.cuda.current_stream(self._torch_device).synchronize()
+        self._exchange.team.require_all()
 
     def _run_layer(self, layer: int, hidden: Tensor, call: Any) -> Any:
         """The first real call of a family's layer: what shape of output it has. Its unit is fetched out of turn."""
@@ -169,7 +196,8 @@ class StreamedStrategy:
             loss += float(self._run(group, "evaluate").loss_sum)
             tokens += sum(batch.tokens for batch in group)
         self._model.train()
-        return loss, tokens
+        sums = self._updater.total(torch.tensor([loss, float(tokens)], dtype=torch.float64))
+        return float(sums[0]), int(sums[1])
 
     def warm_up(self, micro_batch: MicroBatch) -> None:
         """Forward and backward of one batch, forgotten."""
@@ -180,10 +208,13 @@ class StreamedStrategy:
 
     def flush(self) -> None:
         """Applies the pending update to every unit."""
-        if self._device.pending is not None:
+        pending = self._device.pending is not None
+        if pending:
             self._run([], "flush")
         if self._torch_device.type == "cuda":
             torch.cuda.synchronize(self._torch_device)
+        if pending and self._exchange:
+            self._exchange.team.barrier()
 
     def close(self) -> None:
         """Gives pinned host memory back to the driver; nothing may be asked of this strategy afterwards."""
@@ -207,6 +238,8 @@ class StreamedStrategy:
         self._updater.scaler.load(scalars)
         for unit in self._device.units:
             unit.refresh()
+        if self._exchange:
+            self._exchange.team.barrier()
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Whole master weights, one at a time."""
