@@ -239,9 +239,10 @@ def test_bf16_needs_ampere() -> None:
     assert "slow on most CPUs" in reason(resolve(request({"precision.compute": "bf16"}), CPU), "precision.compute")
 
 
-def test_streamed_runs_one_worker() -> None:
-    several = problems({"memory.strategy": "streamed", "parallel.workers": 2}, box(H200, H200))
-    assert several[0].startswith("parallel.workers: 2, but memory.strategy: streamed runs one worker in this version")
+def test_streamed_runs_any_number_of_workers() -> None:
+    for workers, slices in ((1, ()), (2, (1, 1))):
+        plan = resolve(request({"memory.strategy": "streamed", "parallel.workers": workers}), box(H200, H200))
+        assert (plan.parallel.workers, plan.memory.streaming.slices) == (workers, slices)
     plan = resolve(request({"memory.strategy": "streamed"}), CPU)
     assert (plan.memory.strategy, plan.memory.activations) == ("streamed", "recompute")
     assert "streamed always does" in reason(plan, "memory.activations")

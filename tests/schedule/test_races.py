@@ -12,6 +12,7 @@ from muletrain.schedule.check import check
 from muletrain.schedule.ops import PHASES, Schedule, ScheduleError, StepShape, StreamPlan
 from muletrain.schedule.races import check_workers
 from tests.schedule.plans import plan, step, team_case, unit
+from tests.schedule.test_check import fault
 
 
 def modes(shape: StepShape) -> list[StepShape]:
@@ -37,18 +38,16 @@ def schedules(plans: list[StreamPlan], shape: StepShape) -> list[list[Schedule]]
 def test_workers_side_by_side_pass(seed: int) -> None:
     plans, shape = team_case(seed, workers=2 + seed % 3)
     steps = schedules(plans, shape)
-    for side_by_side in steps:
-        for schedule in side_by_side:
-            check(schedule)
-    check_workers(steps)
+    assert [fault(schedule) for side_by_side in steps for schedule in side_by_side] == [None] * (len(steps) * len(plans))
+    assert check_workers(steps) is None
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_every_edge_of_every_worker_is_needed(seed: int) -> None:
     plans, shape = team_case(seed)
     for one in modes(shape)[1:3]:
-        for plan in plans:
-            schedule = build(plan, one)
+        for mine in plans:
+            schedule = build(mine, one)
             for op in schedule.ops:
                 for edge in op.after:
                     with pytest.raises(ScheduleError):
@@ -83,7 +82,7 @@ def test_every_wait_for_another_worker_is_needed(seed: int, phase: str) -> None:
                 op = draw.choice(waits)
                 spoiled = [list(each) for each in steps]
                 spoiled[position][worker] = deaf(schedule, number, op.id, draw.choice(op.reads).index[1])
-                with pytest.raises(ScheduleError, match="without waiting for|overwritten by"):
+                with pytest.raises(ScheduleError, match=r"without waiting for|overwritten by"):
                     check_workers(spoiled)
 
 

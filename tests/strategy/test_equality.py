@@ -39,6 +39,9 @@ SPLITS = [
     ("zero3", 2, 2, "recompute"),
     ("zero3", 3, 2, "keep"),
     ("streamed", 1, 8, "recompute"),
+    ("streamed", 2, 2, "recompute"),
+    ("streamed", 3, 2, "recompute"),
+    ("streamed", 3, 4, "recompute"),
 ]
 
 

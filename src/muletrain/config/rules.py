@@ -101,13 +101,6 @@ def _evaluation(config: RunConfig) -> str | None:
     return None
 
 
-def _streamed_workers(config: RunConfig) -> str | None:
-    if config.memory.strategy == "streamed" and config.parallel.workers not in ("auto", 1):
-        workers = config.parallel.workers
-        return f"parallel.workers: {workers}, but memory.strategy: streamed runs one worker in this version; use 1, or zero3"
-    return None
-
-
 def _streamed_activations(config: RunConfig) -> str | None:
     if config.memory.strategy == "streamed" and config.memory.activations == "keep":
         return "memory.activations: keep, but memory.strategy: streamed recomputes every block in this version; use recompute"
@@ -166,7 +159,6 @@ RULES = (
     Rule(("precision.initial_loss_scale", "precision.compute"), _scale_unused),
     Rule(("train.tokens_per_step", "train.micro_batch", "data.sequence_length"), _tokens_per_step),
     Rule(("train.evaluate_every", "data.validation_fraction"), _evaluation),
-    Rule(("parallel.workers", "memory.strategy"), _streamed_workers),
     Rule(("memory.activations", "memory.strategy"), _streamed_activations),
     Rule(("train.optimizer.state", "memory.strategy"), lambda config: _needs_streamed(config, "train.optimizer.state")),
     Rule(("precision.gradients", "memory.strategy"), lambda config: _needs_streamed(config, "precision.gradients")),

@@ -32,11 +32,14 @@ def ledger(shape: ModelShape, run: Footprint) -> Ledger:
     """All parts. On a CPU everything is host memory, of all workers together."""
     if run.strategy == "streamed" and run.device == "cuda":
         return streamed_on_card(shape, run)
-    parts = [*_states(shape, run), *_activations(shape, run), _logits(shape, run)]
+    shared = _streamed(shape, run) if run.strategy == "streamed" else []
+    states = [] if shared else _states(shape, run)
+    parts = [*states, *_activations(shape, run), _logits(shape, run)]
     if run.device == "cpu":
         each = [*parts, ("context", CONTEXT_BYTES, "0.5 GiB: interpreter and libraries")]
         note = f", x {run.workers} workers" if run.workers > 1 else ""
-        items = [_item("host", part, size * run.workers, formula + note) for part, size, formula in each]
+        items = [_item("host", *part) for part in shared]
+        items += [_item("host", part, size * run.workers, formula + note) for part, size, formula in each]
     else:
         context = CONTEXT_BYTES + (COMMUNICATION_BYTES if run.workers > 1 else 0)
         parts.append(("context", context, "0.5 GiB of CUDA" + (" + 0.5 GiB of NCCL" if run.workers > 1 else "")))
@@ -52,8 +55,6 @@ def _item(place: Literal["card", "host"], part: str, size: float, formula: str) 
 def _states(shape: ModelShape, run: Footprint) -> list[Part]:
     if run.strategy == "resident":
         return _resident(shape, run)
-    if run.strategy == "streamed":
-        return _streamed(shape, run)
     return _sharded(shape, run)
 
 
@@ -117,12 +118,27 @@ def _streamed(shape: ModelShape, run: Footprint) -> list[Part]:
     working: list[Part] = []
     if master != compute:
         working = [("parameters", compute * parameters, f"{compute} bytes x parameters")]
+    slots, note = (
+        SLOTS * compute * shape.block_parameters * run.workers,
+        f", x {run.workers} workers" if run.workers > 1 else "",
+    )
+    rings: list[Part] = []
+    if run.workers > 1:
+        size = run.streaming.ring * shape.block_parameters + _rest(shape)
+        rings = [
+            (
+                "rings",
+                run.workers * state.gradient * size,
+                f"{state.gradient} bytes x ({run.streaming.ring} blocks + rest){note}",
+            )
+        ]
     return [
         *working,
         ("master", master * parameters, f"{master} bytes x parameters"),
         ("gradients", state.gradient * parameters, f"{state.gradient} bytes x parameters"),
         ("moments", state.moments * parameters, f"{state.moments:g} bytes x parameters, both"),
-        ("slots", SLOTS * compute * shape.block_parameters, f"{SLOTS} x {compute} bytes x a block's parameters"),
+        ("slots", slots, f"{SLOTS} x {compute} bytes x a block's parameters{note}"),
+        *rings,
     ]
 
 

@@ -1,8 +1,8 @@
 """Which device, how many workers, which strategy: rules in a fixed order, no search.
 
-auto takes the strategy with the least communication that fits, and within it keeps activations if that fits: on cards joined by
-PCIe a gathered block costs more time than a recomputed one. Strategies in that order: resident, zero1, zero2, zero3; with one
-worker resident, then streamed.
+auto takes the strategy with the least communication that fits, and within it keeps activations if that fits: on cards
+joined by PCIe a gathered block costs more time than a recomputed one. Strategies in that order: resident, zero1, zero2,
+zero3 (these three with several workers), streamed.
 """
 
 from __future__ import annotations
@@ -66,13 +66,11 @@ def choose_device(section: ParallelSection, machine: Machine) -> tuple[Literal["
     return "cpu", "parallel.device = cpu: no NVIDIA GPU is visible"
 
 
-def choose_workers(
-    section: ParallelSection, device: Literal["cpu", "cuda"], machine: Machine, memory: MemorySection
-) -> tuple[int, str | None]:
+def choose_workers(section: ParallelSection, device: Literal["cpu", "cuda"], machine: Machine) -> tuple[int, str | None]:
     """The number of workers, and why if that was open. Raises InputError for more workers than GPUs."""
     if section.workers == "auto":
-        if device == "cpu" or memory.strategy == "streamed":
-            return 1, f"parallel.workers = 1: {'one on a CPU' if device == 'cpu' else 'streamed runs one'}"
+        if device == "cpu":
+            return 1, "parallel.workers = 1: one on a CPU"
         return len(machine.gpus), f"parallel.workers = {len(machine.gpus)}: one a GPU"
     if device == "cuda" and section.workers > len(machine.gpus):
         raise InputError(
@@ -97,12 +95,7 @@ def budget(machine: Machine, device: Literal["cpu", "cuda"], workers: int, memor
 
 
 def place(shape: ModelShape, memory: MemorySection, run: Footprint, limits: Budget) -> Placement:
-    """Strategy, activations and layout. `run` holds the rest. Raises InputError for a strategy not built, DoesNotFitError."""
-    if memory.strategy == "streamed" and run.workers > 1:
-        raise InputError(
-            f"parallel.workers: {run.workers}, but memory.strategy: streamed runs one worker in this version; "
-            "set parallel.workers: 1, or memory.strategy: zero3"
-        )
+    """Strategy, activations and layout. `run` holds the rest. Raises DoesNotFitError."""
     tried: list[tuple[Footprint, Ledger]] = []
     for candidate in _candidates(shape, memory, run):
         needed = ledger(shape, candidate)
@@ -124,7 +117,7 @@ def _candidates(shape: ModelShape, memory: MemorySection, run: Footprint) -> lis
     if memory.strategy != "auto":
         strategies = (memory.strategy,)
     elif run.workers > 1:
-        strategies = _ORDER
+        strategies = (*_ORDER, "streamed")
     else:
         strategies = ("resident", "streamed")
     policies = _ACTIVATIONS if memory.activations == "auto" else (memory.activations,)

@@ -49,7 +49,7 @@ def resolve(request: RunConfig, machine: Machine, *, interactive: bool = False, 
         _note(reasons, why)
     device, why = choose_device(request.parallel, machine)
     _note(reasons, why)
-    workers, why = choose_workers(request.parallel, device, machine, request.memory)
+    workers, why = choose_workers(request.parallel, device, machine)
     _note(reasons, why)
     problems = [*_length_problems(request, model), *_format_problems(request, device, workers, machine)]
     micro_batches = whole_micro_batches(request)
@@ -166,12 +166,13 @@ def _footprint(request: RunConfig, device: Device, workers: int, micro_batches: 
         micro_batches=micro_batches,
         sequence_length=request.data.sequence_length,
         loss_chunk=request.memory.loss_chunk,
-        streaming=_streaming(request),
+        streaming=_streaming(request, workers),
     )
 
 
-def _streaming(request: RunConfig) -> StreamingPlan:
-    """What the recipe decides of it."""
+def _streaming(request: RunConfig, workers: int) -> StreamingPlan:
+    """What the recipe decides of it. Several workers sum before they update, which is at the next fetch."""
+    at_once = request.train.clip_norm == 0 and request.precision.compute != "fp16" and workers == 1
     gradients = request.precision.gradients
     if gradients == "auto":
         gradients = "bf16" if request.precision.compute == "bf16" else "fp32"
@@ -179,7 +180,8 @@ def _streaming(request: RunConfig) -> StreamingPlan:
         waves=1 if request.memory.waves == "auto" else request.memory.waves,
         moments=request.train.optimizer.state,
         gradients="bf16" if gradients == "bf16" else "master",
-        update="in_backward" if request.train.clip_norm == 0 and request.precision.compute != "fp16" else "next_fetch",
+        update="in_backward" if at_once else "next_fetch",
+        slices=(1,) * workers if workers > 1 else (),
     )
 
 

@@ -45,7 +45,8 @@ def layouts(shape: ModelShape, asked: StreamingPlan, placement: Literal["auto"] 
     and against the last: up to 3 % faster, never slower). `asked` holds what the recipe decides of waves, formats and updates;
     `placement` is the recipe's own.
     """
-    piece = min(PIECE, -(-max(unit_parameters(shape)) // _ALIGN) * _ALIGN)
+    workers = max(1, len(asked.slices))
+    piece = min(PIECE, -(-max(unit_parameters(shape)) // (workers * _ALIGN)) * _ALIGN)
     wanted = {"slots": SLOTS, "staging": STAGING, "piece": piece, "inputs": "host"}
     last = shape.layers + 1
     counts = range(shape.layers, -1, -1) if placement == "auto" else [min(placement, shape.layers)]
@@ -60,12 +61,14 @@ def stream_plan(shape: ModelShape, run: Footprint) -> StreamPlan:
     streaming, state = run.streaming, _formats(run)
     sizes = unit_parameters(shape)
     last = len(sizes) - 1
+    slices = [_slices(size, streaming.piece, run.workers) for size in sizes]
     units = tuple(
         UnitShape(
             parameters=size,
             trainable=True,
             kind=0 if number == 0 else 2 if number == last else 1,
-            pieces=_pieces(size, streaming.piece),
+            pieces=tuple(piece for mine in slices[number] for piece in mine),
+            owners=tuple(owner for owner, mine in enumerate(slices[number]) for _ in mine) if run.workers > 1 else (),
             forward_flops_a_token=2.0 * size if number else 0.0,
             kept_bytes_a_token=0,
         )
@@ -86,34 +89,54 @@ def stream_plan(shape: ModelShape, run: Footprint) -> StreamPlan:
         update=streaming.update,
         working_in_master=not state.own_working,
         placement=tuple("card" if number in streaming.on_card else "streamed" for number in range(len(units))),
+        workers=run.workers,
+        ring=streaming.ring,
     )
 
 
 def streamed_on_card(shape: ModelShape, run: Footprint) -> Ledger:
-    """All parts, on the card and on the host. One worker."""
+    """All parts, on each card and on the host, of all workers together."""
     plan = stream_plan(shape, run)
     # Buffers are as large as the largest wave; how it is cut into micro-batches makes no difference to them.
-    wave = run.tokens * -(-run.micro_batches // min(plan.waves, run.micro_batches))
+    wave = run.tokens * -(-run.rounds // min(plan.waves, run.rounds))
     step = StepShape(micro_batches=(wave,), sequence_length=run.sequence_length, pending=True, mode="train")
     return Ledger(items=(*_card(shape, run, plan, step), *_host(run, plan, step)))
 
 
 def traffic_bytes(shape: ModelShape, run: Footprint) -> tuple[int, int]:
-    """(to the card, back) in one step, at most: what buffers still hold from forward to backward is not moved again."""
-    plan, state, waves = stream_plan(shape, run), _formats(run), min(run.streaming.waves, run.micro_batches)
+    """(to a card, back) in one step, at most: what buffers still hold from forward to backward is not moved again."""
+    plan, state, waves = stream_plan(shape, run), _formats(run), min(run.streaming.waves, run.rounds)
+    inputs = 0
+    if plan.inputs == "host":
+        inputs = shape.layers * run.rounds * run.tokens * plan.hidden * plan.working_bytes
+    if run.workers > 1:
+        up, down = _shared_traffic(run, plan, waves)
+        return round(up) + inputs, round(down) + inputs
     travels = sum(unit.parameters for number, unit in enumerate(plan.units) if plan.placed(number) != "card")
     in_backward = plan.update == "in_backward"
     fetches, stores = (2 * waves, waves - 1) if in_backward else (2 * waves - 1, waves)
-    inputs = 0
-    if plan.inputs == "host":
-        inputs = shape.layers * run.micro_batches * run.tokens * plan.hidden * plan.working_bytes
     updates = state.up - (plan.on_card_in_backward_bytes if in_backward else 0)
     up = travels * (updates + fetches * state.working + (waves - 1) * state.gradient)
     return round(up) + inputs, round(travels * (state.down + stores * state.gradient)) + inputs
 
 
+def _shared_traffic(run: Footprint, plan: StreamPlan, waves: int) -> tuple[float, float]:
+    """Of one of several workers, beside inputs: it updates its share, and adds up all workers' parts of the gradients of it."""
+    state, workers = _formats(run), run.workers
+    stays = sum(unit.parameters for number, unit in enumerate(plan.units) if plan.placed(number) == "card")
+    travels = sum(unit.parameters for unit in plan.units) - stays
+    up = travels * (state.up / workers + 2 * waves * state.working + (waves + (waves - 1) / workers) * state.gradient)
+    down = travels * (state.down / workers + waves * (1 + 1 / workers) * state.gradient)
+    return up + stays * 2 * state.gradient, down + stays * (1 + 1 / workers) * state.gradient
+
+
 def _formats(run: Footprint) -> StateBytes:
     return state_bytes_of(run.compute, run.streaming.moments, run.streaming.gradients)
+
+
+def _slices(size: int, most: int, workers: int) -> list[tuple[int, ...]]:
+    """By worker: the pieces of a unit that it updates."""
+    return [_pieces(b - a, most) for a, b in pairwise(size * part // workers for part in range(workers + 1))]
 
 
 def _pieces(size: int, most: int) -> tuple[int, ...]:
@@ -142,6 +165,8 @@ def _card(shape: ModelShape, run: Footprint, plan: StreamPlan, step: StepShape) 
         ("workspace", (wide + (c if c < wide else 0)) * head, f"{wide} bytes x head: its gradient, then rounded"),
         ("context", sizes["context"], "0.5 GiB of CUDA"),
     ]
+    if run.workers > 1:
+        parts.append(("parts", sizes["parts"], f"gradients of {run.workers} workers to be summed, of the largest piece, twice"))
     if shape.tied:
         count = wave // run.tokens
         parts.append(("tied gradients", c * head * count, f"{c} bytes x head x {count} micro-batches of a wave"))
@@ -152,6 +177,7 @@ def _host(run: Footprint, plan: StreamPlan, step: StepShape) -> list[LedgerItem]
     state, sizes, wave = _formats(run), host_bytes(plan, step), step.micro_batches[0]
     rows = max(0, len(plan.units) - 3) if plan.inputs == "host" else 0  # all blocks but the last
     what = "parameters that stream" if run.streaming.on_card else "parameters"
+    each = f", x {run.workers} workers" if run.workers > 1 else ""
     return _items(
         "host",
         [
@@ -162,8 +188,13 @@ def _host(run: Footprint, plan: StreamPlan, step: StepShape) -> list[LedgerItem]
                 f"{state.beside_working:g} bytes x {what}: the rest of the master, two {run.streaming.moments} moments",
             ),
             ("gradients", sizes["gradients"], f"{state.gradient} bytes x {what}"),
-            ("inputs", sizes["inputs"], f"{plan.working_bytes} bytes x hidden x {wave} tokens of a wave x {rows} blocks"),
-            ("context", HOST_PROCESS_BYTES, "2 GiB: libraries, CUDA's host side"),
+            ("rings", sizes.get("rings", 0), f"{state.gradient} bytes x ({plan.ring} blocks + embedding){each}"),
+            (
+                "inputs",
+                sizes["inputs"],
+                f"{plan.working_bytes} bytes x hidden x {wave} tokens of a wave x {rows} blocks{each}",
+            ),
+            ("context", HOST_PROCESS_BYTES * run.workers, f"2 GiB: libraries, CUDA's host side{each}"),
         ],
     )
 

@@ -67,14 +67,10 @@ def is_meant_for(source: Op, buffer: Buffer, reader: Op) -> bool:
     """Whether what `source` put into `buffer` is what `reader` expects there."""
     same_unit, same_micro_batch = source.unit == reader.unit, source.micro_batch == reader.micro_batch
     match buffer.place:
-        case "slot" | "gradient" | "host_parameters" | "host_gradient":
-            return same_unit
-        case "staging" | "host_state" | "card_state":
+        case "slot" | "gradient" | "host_parameters" | "host_gradient" | "ring":
+            return same_unit and (buffer.place != "ring" or source.wave == reader.wave)
+        case "staging" | "host_state" | "card_state" | "parts":
             return same_unit and source.piece == reader.piece
-        case "ring":
-            return same_unit and source.wave == reader.wave
-        case "parts":
-            return same_unit and source.piece == reader.piece and source.kind == ("fetch_part" if reader.kind == "sum" else "sum")
         case "input":
             return same_micro_batch and (same_unit if source.kind == "receive" else source.unit == reader.unit - 1)
         case "hidden_gradient":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from muletrain.schedule.build import GRADIENT_SUM_BYTES, waves_of
 from muletrain.schedule.layout import Layout
 from muletrain.schedule.ops import StepShape, StreamPlan
+from muletrain.schedule.workers import PARTS, ring_sizes
 
 
 def wave_positions(plan: StreamPlan, step: StepShape) -> int:
@@ -23,6 +24,7 @@ def card_bytes(plan: StreamPlan, step: StepShape, *, logits_bytes: int = 0, cont
     offloaded = [u.kept_bytes_a_token for u, a in zip(plan.units, plan.activations, strict=True) if a == "offload"]
     kept = sum(u.kept_bytes_a_token for u, a in zip(plan.units, plan.activations, strict=True) if a == "keep")
     input_rows = 2 if plan.inputs == "host" else len(plan.units) - 1
+    exchange = {"parts": _parts_bytes(plan)} if plan.workers > 1 else {}
     return {
         "slots": layout.slot_elements() * plan.working_bytes,
         "staging": round(plan.staging * max(pieces, default=0) * max(plan.state_up_bytes, plan.state_down_bytes)),
@@ -35,22 +37,35 @@ def card_bytes(plan: StreamPlan, step: StepShape, *, logits_bytes: int = 0, cont
         "working": max(u.kept_bytes_a_token for u in plan.units) * micro_batch,
         "logits": logits_bytes,
         "context": context_bytes,
-    }
+    } | exchange
+
+
+def _parts_bytes(plan: StreamPlan) -> int:
+    """All workers' parts of a piece of gradient, and the sum that is made of them."""
+    units = enumerate(plan.units)
+    owned = [u.pieces[p] for n, u in units if u.trainable for p in plan.owned(n, plan.worker)]
+    rows = plan.workers + (plan.waves > 1)
+    return max(owned, default=0) * (PARTS * rows * plan.gradient_bytes + GRADIENT_SUM_BYTES)
 
 
 def host_bytes(plan: StreamPlan, step: StepShape) -> dict[str, int]:
-    """Bytes in host memory by part, of one worker's step; parameters and state are the box's."""
+    """Bytes in a box's host memory by part. Of several workers this is the one with the most micro-batches."""
     units = [u for n, u in enumerate(plan.units) if plan.placed(n) != "card"]
     trainable = sum(u.parameters for u in units if u.trainable)
     frozen = sum(u.parameters for u in units if not u.trainable)
     wave = wave_positions(plan, step)
     stored = plan.update == "next_fetch" or plan.waves > 1
+    summed, exchange = trainable, {}
+    if plan.workers > 1:  # the sums of units that stay on the cards are made on the host too
+        summed = sum(u.parameters for u in plan.units if u.trainable)
+        ring = sum(ring_sizes([u.parameters for u in plan.units], plan.ring))
+        exchange = {"rings": plan.workers * ring * plan.gradient_bytes}
     rows = max(0, len(plan.units) - 3) if plan.inputs == "host" else 0
     offloaded = sum(u.kept_bytes_a_token for u, a in zip(plan.units, plan.activations, strict=True) if a == "offload")
     return {
         "parameters": (frozen + trainable) * plan.working_bytes,
         "state": round(trainable * (plan.state_down_bytes - plan.working_bytes)),
-        "gradients": trainable * plan.gradient_bytes if stored else 0,
-        "inputs": rows * wave * plan.hidden * plan.working_bytes,
-        "offload": offloaded * wave,
-    }
+        "gradients": summed * plan.gradient_bytes if stored else 0,
+        "inputs": plan.workers * rows * wave * plan.hidden * plan.working_bytes,
+        "offload": plan.workers * offloaded * wave,
+    } | exchange

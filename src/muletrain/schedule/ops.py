@@ -24,8 +24,8 @@ class ScheduleError(Exception):
 
 
 Resource = Literal["compute", "update", "up", "down", "peers", "sums", "host"]
-"""compute: the model. update: the optimizer's own stream. up, down: the link to and from the card. peers, sums: the same for what
-waits for other workers of the box, so that nothing else stands behind it. host: the processor."""
+"""compute: the model. update: the optimizer's own stream. up, down: the link to and from the card. peers, sums: the same for
+what waits for other workers of the box, so that nothing else stands behind it. host: the processor."""
 
 Kind = Literal[
     "fetch",  # up: a unit's working parameters -> its slot

@@ -1,9 +1,9 @@
 """Proves that the workers of a box, each running its own schedules, never meet in host memory.
 
-Like `check`, but over all workers and several steps: an op of one worker happens before an op of another only where a signal and
-the wait for it say so, where both workers decide, or where a flush has ended everywhere. Any two ops that touch the same host
-memory, one of them writing, must be ordered; and a reader must find what it expects. The signals' and waits' own buffers, which
-stand for what the other workers do, count for nothing here: those ops are looked at themselves.
+Like `check`, but over all workers and several steps: an op of one worker happens before an op of another only where a
+signal and the wait for it say so, where both workers decide, or where a flush has ended everywhere. Any two ops that touch
+the same host memory, one of them writing, must be ordered; and a reader must find what it expects. The signals' and waits'
+own buffers, which stand for what the other workers do, count for nothing here: those ops are looked at themselves.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from muletrain.schedule.build import build
-from muletrain.schedule.ops import Resource, Schedule, ScheduleError, StepShape, StreamPlan
+from muletrain.schedule.ops import Op, Resource, Schedule, ScheduleError, StepShape, StreamPlan
 from muletrain.schedule.program import NUMBER, RESOURCES
 from muletrain.schedule.rates import Rates, alone_s
 

@@ -1,21 +1,21 @@
 """What a streamed step does because other workers of the box do the same step over the same host memory.
 
-Parameters, state and the summed gradient exist once. Each unit's flat arrays are cut into pieces, and each piece has one owner.
-The owner adds up all workers' parts of its gradient, updates it, and publishes new parameters; everybody reads them:
+Parameters, state and the summed gradient exist once. Each unit's flat arrays are cut into pieces, and each piece has one
+owner. The owner adds up all workers' parts of its gradient, updates it, and publishes new parameters; everybody reads them:
 
   backward      store_part -> own ring, signal stored | wait stored, fetch_part, sum, store_sum (own pieces), signal taken
   next forward  fetch_state, update, publish (own pieces), signal published | wait published, fetch (the whole unit)
 
-A place in a ring is used again when all owners have signalled taken. A unit that stays on the card is updated there by every
-worker alike, from the same sums, read back after signal summed. Reading and writing over waves is as with one worker, but the sum
-of the waves before is the owners' to add. Two more things keep steps apart: `decide` needs a number from every worker, and
-everything before it is complete by then; and a flush ends when all workers have flushed.
+A place in a ring is used again when all owners have signalled taken. A unit that stays on the card is updated there by
+every worker alike, from the same sums, read back after signal summed. Reading and writing over waves is as with one worker,
+but the sum of the waves before is the owners' to add. Two more things keep steps apart: `decide` needs a number from every
+worker, and everything before it is complete by then; and a flush ends when all workers have flushed.
 
-A wait stands in the list behind the worker's own signal of the same, so workers that run their lists in order cannot wait for
-each other in a circle. Towards the worker's own ops a wait counts as the writer of what it makes readable, and a signal taken as
-the writer of what it gives back: then all edges follow from the buffers, as they do for one worker. Rejected: summing on the
-processor (its memory is what all cards share already), and leaving a worker's own pieces out of its ring (the sums would depend on
-who owns what).
+A wait stands in the list behind the worker's own signal of the same, so workers that run their lists in order cannot wait
+for each other in a circle. Towards the worker's own ops a wait counts as the writer of what it makes readable, and a signal
+taken as the writer of what it gives back: then all edges follow from the buffers, as they do for one worker. Rejected:
+summing on the processor (its memory is what all cards share already), and leaving a worker's own pieces out of its ring
+(the sums would depend on who owns what).
 """
 
 from __future__ import annotations
@@ -116,9 +116,7 @@ class Exchange:
         if last and plan.placed(unit) == "card":
             self._signal("summed", "sums", unit, wave, reads=self._pieces("host_gradient", unit, (self._me,)))
 
-    def _sum_piece(
-        self, unit: int, wave: int, piece: int, rings: tuple[Buffer, ...], *, last: bool, accumulate: bool
-    ) -> None:
+    def _sum_piece(self, unit: int, wave: int, piece: int, rings: tuple[Buffer, ...], *, last: bool, accumulate: bool) -> None:
         elements = self._plan.units[unit].pieces[piece]
         size = elements * self._plan.gradient_bytes
         parts, total = Buffer("parts", (self._filled % PARTS,)), Buffer("host_gradient", (unit, piece))

@@ -155,7 +155,7 @@ class MemorySection(Value):
 
     strategy: Literal["auto"] | StrategyName = "auto"
     """resident: all on the card. zero1, zero2, zero3: optimizer, + gradients, + parameters sharded over the workers.
-    streamed: in host memory, a few blocks at a time on the card; one worker. auto: the least communication that fits."""
+    streamed: in host memory, a few blocks at a time on each card. auto: the least communication that fits."""
     activations: Literal["auto", "keep", "recompute"] = "auto"
     """What a block keeps for backward. auto: keep if it fits."""
     gpu_limit: Bytes | None = None

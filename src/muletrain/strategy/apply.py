@@ -46,7 +46,8 @@ def build_strategy(plan: Plan, model: CausalModel, weights: WeightSource, device
         prepare_block, activations=plan.memory.activations, compiled=plan.train.compile, preserve_random=random.enabled
     )
     if streamed:  # blocks run in slots there, so those are prepared
-        wave = -(-plan.train.micro_batches // plan.memory.streaming.waves)
+        mine = -(-plan.train.micro_batches // workers)
+        wave = -(-mine // plan.memory.streaming.waves)
         return StreamedStrategy(materials, prepare, plan.memory.streaming, plan.train.seed, wave)
     for layer, block in enumerate(model.layers):
         prepare(block)

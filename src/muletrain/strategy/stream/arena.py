@@ -1,8 +1,8 @@
 """Host memory of a streamed run: one mapping, registered with the driver, from which all arrays are cut.
 
-One mapping, because several workers of a box share it (shared.py), and because PyTorch's pinned allocator rounds each tensor up to a
-power of two: 70 GiB of state would take 128. Pages are touched by several threads first, since the driver would otherwise fault
-them in one by one while it registers them.
+One mapping, because several workers of a box share it (shared.py), and because PyTorch's pinned allocator rounds each
+tensor up to a power of two: 70 GiB of state would take 128. Pages are touched by several threads first, since the driver
+would otherwise fault them in one by one while it registers them.
 """
 
 from __future__ import annotations

@@ -70,7 +70,9 @@ class Device:
         most = max((piece.size for unit in units if not unit.on_card for piece in unit.pieces), default=0)
         self._staging = [self._stage(most) for _ in range(plan.staging)]
         apart = formats.own_working and plan.workers > 1  # with one worker an update writes them straight into a slot
-        working = [torch.zeros(most, dtype=formats.precision.compute, device=device) for _ in range(plan.staging if apart else 0)]
+        working = [
+            torch.zeros(most, dtype=formats.precision.compute, device=device) for _ in range(plan.staging if apart else 0)
+        ]
         self._staged_working = working
         self._gradients: dict[tuple[int, ...], Tensor] = {}
         for number, (unit, buffer) in enumerate(zip(units, Layout(plan).gradients, strict=True)):
@@ -175,7 +177,7 @@ class Device:
 
     @torch.no_grad()
     def add_gradients(self, op: Op, grads: Sequence[Tensor]) -> None:
-        """Adds one micro-batch's gradients, in the layout's order, in master precision, to the sum that the op reads, if any."""
+        """Adds one micro-batch's gradients, in the layout's order, in master precision, to the sum that the op reads."""
         first = not any(buffer.place == "gradient" for buffer in op.reads)
         flat = self._gradients[index_in(op.writes, "gradient")]
         for segment, grad in zip(self.units[op.unit].layout.segments, grads, strict=True):

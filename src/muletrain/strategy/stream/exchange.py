@@ -1,8 +1,8 @@
 """What a worker exchanges with the other workers of its box: its gradients, through a ring in shared host memory, and signals.
 
-Each worker writes its part of a unit's gradient into its own ring; the owner of a piece fetches all workers' parts of it, adds
-them in master precision in the order of workers, and writes the one sum. All parts go through the ring, the owner's too, so that a
-sum does not depend on who made it. The schedule (schedule.workers) says when.
+Each worker writes its part of a unit's gradient into its own ring; the owner of a piece fetches all workers' parts of it,
+adds them in master precision in the order of workers, and writes the one sum. All parts go through the ring, the owner's
+too, so that a sum does not depend on who made it. The schedule (schedule.workers) says when.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def slice_units(plan: StreamPlan, units: Sequence[HostUnit], streaming: Streamin
 
 
 def cut(layout: FlatLayout, most: int, slices: Sequence[int]) -> tuple[tuple[Region, ...], tuple[int, ...]]:
-    """(pieces of at most `most` elements, the worker that owns each): worker w gets `slices[w]` of their sum of the blocks of 256,
-    as near as whole blocks go."""
+    """(pieces of at most `most` elements, the worker that owns each): worker w gets `slices[w]` of their sum, as near as blocks
+    of 256 go."""
     blocks, total = layout.size // BLOCK, sum(slices)
     bounds = [blocks * share // total * BLOCK for share in accumulate(slices, initial=0)]
     pieces: list[Region] = []
@@ -53,7 +53,9 @@ def cut(layout: FlatLayout, most: int, slices: Sequence[int]) -> tuple[tuple[Reg
     return tuple(pieces), tuple(owners)
 
 
-def shared_bytes(named: Sequence[Sequence[tuple[str, Tensor]]], formats: Formats, streaming: StreamingPlan, workers: int) -> int:
+def shared_bytes(
+    named: Sequence[Sequence[tuple[str, Tensor]]], formats: Formats, streaming: StreamingPlan, workers: int
+) -> int:
     """What several workers take of the arena beside the units' state: rings, flags, gradients of units on the card."""
     sizes = [FlatLayout.of(part).size for part in named]
     ring = sum(padded_bytes(size, formats.gradient) for size in ring_sizes(sizes, streaming.ring))

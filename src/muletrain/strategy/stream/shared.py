@@ -1,12 +1,14 @@
 """The workers of one box: one mapping that all of them see, and who notices when one is gone.
 
-The mapping is a memory file (memfd): it has no name in any file system, no limit of /dev/shm, and is gone with the last process
-that maps it, however that ends. Worker 0 makes it; the others open it through /proc, which the kernel allows to processes of the
-same user, so it works under any launcher. Rejected: POSIX shared memory (a name to clean up, and containers give /dev/shm 64 MiB).
+The mapping is a memory file (memfd): it has no name in any file system, no limit of /dev/shm, and is gone with the last
+process that maps it, however that ends. Worker 0 makes it; the others open it through /proc, which the kernel allows to
+processes of the same user, so it works under any launcher. Rejected: POSIX shared memory (a name to clean up, and
+containers give /dev/shm 64 MiB).
 
-A worker that waits for another waits for a number in that mapping, on the processor or on a GPU's stream. If the other dies, the
-number never comes. So each worker keeps a handle (pidfd) of every other, on which the kernel reports its end; then all numbers are
-set to what nobody can still wait for, and a mark says that they mean nothing. A worker that fails does the same itself.
+A worker that waits for another waits for a number in that mapping, on the processor or on a GPU's stream. If the other
+dies, the number never comes. So each worker keeps a handle (pidfd) of every other, on which the kernel reports its end;
+then all numbers are set to what nobody can still wait for, and a mark says that they mean nothing. A worker that fails does
+the same itself.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ class Team:
             )
         self._pids = [pid for _, pid in places]
         self._flags: np.ndarray[Any, np.dtype[np.int32]] | None = None
+        self._end = os.eventfd(0)
 
     def map(self, size_bytes: int, register: bool) -> HostArena:
         """One zeroed mapping for all. Collective. Raises DoesNotFitError on all workers if it is too large."""
@@ -78,10 +81,17 @@ class Team:
 
     def _watch(self, handles: dict[int, int]) -> None:
         poll = select.poll()
-        for handle in handles:
+        for handle in (self._end, *handles):
             poll.register(handle, select.POLLIN)
-        [(handle, _), *_] = poll.poll()
-        self.stop(handles[handle])
+        ended = [handle for handle, _ in poll.poll()]
+        if self._end not in ended:
+            self.stop(handles[ended[0]])
+        for handle in handles:
+            os.close(handle)
+
+    def close(self) -> None:
+        """Watches no longer."""
+        os.eventfd_write(self._end, 1)
 
     def stop(self, culprit: int | None = None) -> None:
         """Releases all waits of all workers, because `culprit` (this worker if left out) takes no part any more."""
@@ -109,7 +119,7 @@ def flag_count(units: int, workers: int) -> int:
 
 
 def _box() -> str:
-    """What processes have in common that can open each other's files: the boot of a kernel, and a container's process numbers."""
+    """What processes that can open each other's files have in common: a kernel's boot, a container's process numbers."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
@@ -124,6 +134,6 @@ def _open(pid: int, file: int) -> int:
         return os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR)
     except OSError as error:
         raise InputError(
-            f"memory.strategy: streamed could not open worker 0's memory (/proc/{pid}/fd/{file}: {error.strerror}); all workers "
-            "must run as the same user, in one container"
+            f"memory.strategy: streamed could not open worker 0's memory (/proc/{pid}/fd/{file}: {error.strerror}); all "
+            "workers must run as the same user, in one container"
         ) from error

@@ -1,10 +1,11 @@
 """Signals between the workers of a box: numbers in shared host memory that only grow.
 
 On a GPU, writing and waiting are operations of a stream (cuStreamWriteValue32, cuStreamWaitValue32 of the CUDA driver): the
-host is not needed, a stream that waits costs nothing, and other streams go on. The write has the driver's default memory barrier
-before it, so that what was copied on the stream before is in host memory when the number is. A wait ends at any number that is not
-smaller. On a CPU the waiting thread polls. Rejected: events shared between processes (cudaIpcEventHandle), which a process must not
-wait for before the other has recorded them, so that a second way to say so would be needed.
+host is not needed, a stream that waits costs nothing, and other streams go on. The write has the driver's default memory
+barrier before it, so that what was copied on the stream before is in host memory when the number is. A wait ends at any
+number that is not smaller. On a CPU the waiting thread polls. Rejected: events shared between processes
+(cudaIpcEventHandle), which a process must not wait for before the other has recorded them, so that a second way to say so
+would be needed.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ class HostSignals:
                 time.sleep(pause_s)
                 pause_s = min(_SHORT_S, pause_s + 2e-5)
                 if time.monotonic() - start > _PATIENCE_S:
-                    raise WorkerFailedError(f"another worker has not come along for {_PATIENCE_S:.0f} s in the middle of a step")
+                    raise WorkerFailedError(
+                        f"another worker has not come along for {_PATIENCE_S:.0f} s in the middle of a step"
+                    )
         self._team.require_all()
 
 

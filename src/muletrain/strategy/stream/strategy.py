@@ -1,16 +1,17 @@
 """streamed: parameters, gradients and optimizer state live in host memory; a step goes through the model unit by unit.
 
-All micro-batches of a wave go through one unit before the next, so a unit's weights cross the link twice a wave and only one
-unit's activations are alive. What is done in which order, and what waits for what, is a Schedule (schedule.build); this class
-builds the pieces, keeps what lasts from step to step, and hands each op to the one who does it.
+All micro-batches of a wave go through one unit before the next, so a unit's weights cross the link twice a wave and only
+one unit's activations are alive. What is done in which order, and what waits for what, is a Schedule (schedule.build); this
+class builds the pieces, keeps what lasts from step to step, and hands each op to the one who does it.
 
-With a global norm clip a unit cannot be updated when its gradient is there, since the norm is not known yet. It is updated when
-it is next fetched, in the next step: synchronous semantics, nothing stale, and the update rides along with a transfer that
-happens anyway. `flush` applies what is pending before weights or state are read. Without clip or loss scale a unit is updated
-in backward: a loss that is not finite then stops all updates, a gradient that is not finite those from its unit on.
+With a global norm clip a unit cannot be updated when its gradient is there, since the norm is not known yet. It is updated
+when it is next fetched, in the next step: synchronous semantics, nothing stale, and the update rides along with a transfer
+that happens anyway. `flush` applies what is pending before weights or state are read. Without clip or loss scale a unit is
+updated in backward: a loss that is not finite then stops all updates, a gradient that is not finite those from its unit on.
 
-Several workers of a box share the host's memory (shared.py, exchange.py): each goes through the units with its own micro-batches,
-and all decide together. They meet once more where one reads what others may still be writing: after a flush, and after loading.
+Several workers of a box share the host's memory (shared.py, exchange.py): each goes through the units with its own
+micro-batches, and all decide together. They meet once more where one reads what others may still be writing: after a flush,
+and after loading.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class StreamedStrategy:
         return work
 
     def _execute(self, schedule: Schedule) -> None:
-        if self._exchange is None:
+        if self._exchange is None or schedule.step.mode == "evaluate":  # nobody waits for anybody in an evaluation
             self.executor.run(schedule, self._do)
             return
         self._exchange.begin()
@@ -218,6 +219,8 @@ class StreamedStrategy:
 
     def close(self) -> None:
         """Gives pinned host memory back to the driver; nothing may be asked of this strategy afterwards."""
+        if self._exchange:
+            self._exchange.team.close()
         for arena in self._built.arenas:
             arena.close()
 
