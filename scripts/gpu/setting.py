@@ -87,9 +87,16 @@ def text_corpus(folder: Path) -> None:
 
 
 def plan_for(
-    folder: Path, shape: str, keys: dict[str, dict[str, Any]], *, sequence: int = 4096, card_bytes: int | None = None
+    folder: Path,
+    shape: str,
+    keys: dict[str, dict[str, Any]],
+    *,
+    sequence: int = 4096,
+    card_bytes: int | None = None,
+    workers: int = 1,
 ) -> Plan:
-    """The planner's own plan for this box, its card held to `card_bytes`. `keys`: {section: {key: value}}."""
+    """The planner's own plan for this box, its card held to `card_bytes` and taken for as many as there are workers. `keys`:
+    {section: {key: value}}."""
     model = folder / shape
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps(SHAPES[shape]))
@@ -108,7 +115,8 @@ def plan_for(
     box = this_box()
     if card_bytes:
         gpus = tuple(gpu.model_copy(update={"memory_bytes": card_bytes}) for gpu in box.gpus)
-        box = box.model_copy(update={"gpus": gpus})
+        box = box.model_copy(update={"gpus": gpus * workers})
+    tree["parallel"] = {"workers": workers}
     return resolve(RunConfig.model_validate({"run_dir": str(folder / "run"), **tree}), box)
 
 

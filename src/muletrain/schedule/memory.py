@@ -41,11 +41,14 @@ def card_bytes(plan: StreamPlan, step: StepShape, *, logits_bytes: int = 0, cont
 
 
 def _parts_bytes(plan: StreamPlan) -> int:
-    """All workers' parts of a piece of gradient, and the sum that is made of them."""
+    """All workers' parts of a piece of gradient, the sum that is made of them, and the sums of a unit that stays on the card, in
+    the host's format."""
     units = enumerate(plan.units)
     owned = [u.pieces[p] for n, u in units if u.trainable for p in plan.owned(n, plan.worker)]
     rows = plan.workers + (plan.waves > 1)
-    return max(owned, default=0) * (PARTS * rows * plan.gradient_bytes + GRADIENT_SUM_BYTES)
+    stay = [u.parameters for n, u in enumerate(plan.units) if u.trainable and plan.placed(n) == "card"]
+    collected = max(stay, default=0) * plan.gradient_bytes
+    return max(owned, default=0) * (PARTS * rows * plan.gradient_bytes + GRADIENT_SUM_BYTES) + collected
 
 
 def host_bytes(plan: StreamPlan, step: StepShape) -> dict[str, int]:
