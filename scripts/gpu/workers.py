@@ -34,9 +34,9 @@ from .streamed import busy
 
 UNTIMED = 3
 """Steps at the start: the first compiles, and buffers find their sizes."""
-MOVES = frozenset(
-    "fetch fetch_state fetch_gradient publish send receive store store_part fetch_part store_sum signal wait".split()
-)
+FETCHES = ("fetch", "fetch_state", "fetch_gradient", "fetch_part", "receive")
+STORES = ("publish", "store", "store_part", "store_sum", "send")
+MOVES = frozenset((*FETCHES, *STORES, "signal", "wait"))
 """Kinds of ops that move bytes or wait for others'."""
 
 

@@ -41,7 +41,7 @@ def card_bytes(plan: StreamPlan, step: StepShape, *, logits_bytes: int = 0, cont
 
 
 def _parts_bytes(plan: StreamPlan) -> int:
-    """All workers' parts of a piece of gradient, the sum that is made of them, and the sums of a unit that stays on the card, in
+    """All workers' parts of a piece of gradient, the sum that is made of them, and the sums of a unit that stays on the card in
     the host's format."""
     units = enumerate(plan.units)
     owned = [u.pieces[p] for n, u in units if u.trainable for p in plan.owned(n, plan.worker)]
