@@ -59,6 +59,7 @@ CHANGES: dict[str, Any] = {
     "memory.placement": 1,
     "parallel.workers": 1,
     "parallel.device": "cpu",
+    "parallel.hang_after_s": 60,
     "checkpoint.every": 5,
     "checkpoint.keep": 5,
     "checkpoint.resume": "never",

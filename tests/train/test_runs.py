@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 
 from muletrain.data.dataset import open_prepared
 from muletrain.data.stream import TrainingStream
+from muletrain.launch import local, watchdog
 from muletrain.optim.schedule import learning_rate
 from muletrain.spec.errors import EXIT_DONE, EXIT_STOPPED, DoesNotFitError, WorkerFailedError
 from muletrain.train import build, hooks
@@ -252,6 +254,44 @@ def test_H10_a_worker_that_raises_ends_all_with_its_traceback_once(materials, tm
     assert time.monotonic() - start < 30
     assert str(caught.value).startswith("worker 1 of 2 failed:")
     assert str(caught.value).count("Traceback") == 1 and "ZeroDivisionError: worker 1 at step 3" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("victim", "number", "told"),
+    [(0, signal.SIGKILL, "worker 0 of 2 was killed"), (1, signal.SIGKILL, "worker 1 of 2 was killed"),
+     (1, signal.SIGSTOP, "worker 1 of 2 .* was stopped from outside"), (0, None, "worker 0 of 2 .* gave no sign of life")],
+)  # fmt: skip
+def test_H08_H10_a_dead_or_hanging_worker_ends_all_and_the_record_says_so(
+    materials, tmp_path, monkeypatch, victim, number, told
+):
+    """In the middle of the third step, worker 0 included: nobody is left, no private folder either, and the record is there."""
+    real = TrainingStream.window
+
+    def window(self: Any, at: int, worker: int, workers: int) -> Any:
+        if (at, worker) == (2, victim):
+            if number is not None:
+                os.kill(os.getpid(), number)
+            time.sleep(600)
+        return real(self, at, worker, workers)
+
+    monkeypatch.setattr(TrainingStream, "window", window)
+    monkeypatch.setattr(watchdog, "_STOPPED_S", 1.0)
+    (tmp_path / "private").mkdir()
+    monkeypatch.setattr(local.tempfile, "tempdir", str(tmp_path / "private"))
+    plan = make_plan(materials, tmp_path / "run", workers=2, strategy="zero2", every=2, hang_after_s=2)
+    (tmp_path / "run").mkdir()
+    start = time.monotonic()
+    with pytest.raises(WorkerFailedError, match=told):
+        run(materials, plan)
+    assert time.monotonic() - start < 20  # loading and two steps included
+    record = record_of(tmp_path / "run")
+    assert (record.outcome, record.steps, record.workers) == ("failed", 2, 2)
+    assert record.tokens == sum(step["tokens"] for step in steps_of(tmp_path / "run"))
+    assert not list((tmp_path / "private").iterdir())
+    assert multiprocessing.active_children() == []
+    monkeypatch.setattr(TrainingStream, "window", real)
+    assert run(materials, plan) == EXIT_DONE
+    assert record_of(tmp_path / "run").outcome == "finished"
 
 
 def test_O06_sigterm_to_one_worker_while_training_saves_on_all(materials, tmp_path, monkeypatch):

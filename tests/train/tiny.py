@@ -107,7 +107,8 @@ def make_plan(materials: Materials, run_dir: Path, **changes: Any) -> Plan:
 
 def run(materials: Materials, plan: Plan, **session: Any) -> int:
     """Trains in forked workers, as `mule train` does; the exit code."""
-    return local.run(lambda place: run_worker(plan, place, Session(materials.prepared, **session)), plan.parallel.workers)
+    made = Session(materials.prepared, **session)
+    return local.run(lambda place: run_worker(plan, place, made), plan.parallel.workers, Path(plan.run_dir))
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:

@@ -122,7 +122,7 @@ def _run(plan: Plan, place: WorkerPlace | None, options: dict[str, int], *, quie
     session = Session(data.folder, options["stop_after"], options["profile_steps"], bool(options["measure_only"]))
     if place is not None:
         return _leave(run_worker(plan, place, session))
-    return local.run(lambda own: run_worker(plan, own, session), plan.parallel.workers)
+    return local.run(lambda own: run_worker(plan, own, session), plan.parallel.workers, Path(plan.run_dir))
 
 
 def _leave(code: int) -> NoReturn:

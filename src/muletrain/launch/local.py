@@ -12,6 +12,7 @@ again in each worker, and shows the traceback of every worker that failed becaus
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -25,9 +26,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from muletrain.launch.run_folder import RECORD, write_atomically
+from muletrain.launch.watchdog import POLL_S, STACKS, Watchdog
 from muletrain.spec.errors import (
     EXIT_DONE,
     EXIT_STOPPED,
@@ -39,6 +43,7 @@ from muletrain.spec.errors import (
     WorkerFailedError,
 )
 from muletrain.spec.place import WorkerPlace
+from muletrain.spec.sign import record_file, stack_file
 
 Target = Callable[[WorkerPlace], int]
 """Runs one worker to its end: 0 done, 75 saved after a signal. Raises for everything else."""
@@ -61,18 +66,21 @@ class _Worker:
     report: dict[str, Any] = field(default_factory=dict)
 
 
-def run(target: Target, workers: int) -> int:
+def run(target: Target, workers: int, run_dir: Path | None = None) -> int:
     """Runs target in `workers` forked processes; returns 0 (all done) or 75 (all saved after a signal).
 
     SIGTERM or a first Ctrl-C is passed on, so that workers save and stop; a second one kills them at once and raises
     KeyboardInterrupt. Call from the main thread. Raises StoppedError if a signal came before there was anything to save, the
-    worker's own MuleError if it raised one, WorkerFailedError with the first failing worker's traceback otherwise; by then no
-    worker is left.
+    worker's own MuleError if it raised one, WorkerFailedError with the first failing worker's traceback, or the name of the one
+    that hangs, otherwise; by then no worker is left. `run_dir` gets what a dead worker 0 cannot write any more, record.json,
+    and where workers stood that were found hanging.
     """
-    with tempfile.TemporaryDirectory(prefix="mule-") as folder:
+    with tempfile.TemporaryDirectory(prefix="mule-") as name:
+        board = Path(name)
         sys.stdout.flush()
         sys.stderr.flush()
         started: list[_Worker] = []
+        hang: str | None = None
         forwarding = _SignalForwarding(started)
         with forwarding:
             try:
@@ -82,13 +90,24 @@ def run(target: Target, workers: int) -> int:
                         workers=workers,
                         local_rank=rank,
                         local_workers=workers,
-                        rendezvous=f"file://{folder}/rendezvous",
+                        rendezvous=f"file://{board}/rendezvous",
+                        board=str(board),
                     )
                     started.append(_start(target, place))
-                _watch(started)
+                hang = _watch(started, board, run_dir)
             finally:
                 _end(started)
+                if run_dir is not None and record_file(board).exists():
+                    _publish_record(record_file(board), run_dir)
+        if hang is not None:
+            raise WorkerFailedError(hang)
         return _verdict(started, stop_asked=forwarding.used)
+
+
+def _publish_record(left: Path, run_dir: Path) -> None:
+    """The summary that worker 0 left behind, where its own would be."""
+    with suppress(OSError):  # a full disk must not hide why the run failed
+        write_atomically(run_dir / RECORD, left.read_text(encoding="utf-8"))
 
 
 def _start(target: Target, place: WorkerPlace) -> _Worker:
@@ -105,6 +124,8 @@ def _child(target: Target, place: WorkerPlace, pipe: Connection, launcher: int) 
     _die_with(launcher)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches the whole group; the launcher passes on one
+    stacks = stack_file(Path(place.board), place.rank).open("w", encoding="utf-8")  # stays open: a signal handler writes to it
+    faulthandler.register(STACKS, file=stacks, all_threads=True)
     try:
         code = target(place)
     except MuleError as error:
@@ -170,18 +191,33 @@ def _failed(worker: _Worker) -> bool:
     return worker.code is not None and worker.code not in (EXIT_DONE, EXIT_STOPPED)
 
 
-def _watch(workers: list[_Worker]) -> None:
-    """Returns when all have ended, or soon after one has failed."""
+def _watch(workers: list[_Worker], board: Path, run_dir: Path | None) -> str | None:
+    """Returns when all have ended, or soon after one has failed; or, with what to tell the user, when one hangs."""
     deadline: float | None = None
+    watchdog = Watchdog(board, {worker.rank: worker.process.pid or 0 for worker in workers})
     while any(worker.code is None for worker in workers):
-        left = None if deadline is None else deadline - time.monotonic()
-        if left is not None and left <= 0:
-            return
+        left = POLL_S if deadline is None else deadline - time.monotonic()
+        if left <= 0:
+            return None
         running = {worker.process.sentinel: worker for worker in workers if worker.code is None}
         for sentinel in wait(list(running), timeout=left):
             _reap(running[sentinel])  # type: ignore[index]
         if deadline is None and any(_failed(worker) for worker in workers):
             deadline = time.monotonic() + _GATHER_S
+        hang = watchdog.hang({worker.rank for worker in workers if worker.code is None}) if deadline is None else None
+        if hang is not None:
+            return _hang_message(hang, watchdog.ask_for_stacks(run_dir) if run_dir else [])
+    return None
+
+
+def _hang_message(found: str, stacks: list[Path]) -> str:
+    where = f"Where workers stood: {', '.join(map(str, stacks))}. " if stacks else ""
+    return (
+        f"{found}\nAll workers were ended. {where}Usual causes: a card that fell off the bus or a driver that hangs (dmesg "
+        "names an Xid; nvidia-smi gives no answer either), a disk or network file system that does not answer, a process that "
+        "somebody stopped. The same command goes on from the newest checkpoint. If a step may take longer, raise "
+        "parallel.hang_after_s"
+    )
 
 
 def _reap(worker: _Worker) -> None:

@@ -23,8 +23,8 @@ from muletrain.spec.plan import Plan
 from muletrain.spec.recipe import RunConfig
 from muletrain.spec.units import format_bytes
 
-REQUEST, MACHINE, PLAN, CHECKPOINTS = "request.yaml", "machine.json", "plan.json", "checkpoints"
-_FILES = (REQUEST, MACHINE, PLAN, "events.jsonl", "record.json")
+REQUEST, MACHINE, PLAN, RECORD, CHECKPOINTS = "request.yaml", "machine.json", "plan.json", "record.json", "checkpoints"
+_FILES = (REQUEST, MACHINE, PLAN, "events.jsonl", RECORD)
 _DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 

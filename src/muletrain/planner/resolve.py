@@ -87,7 +87,10 @@ def resolve(request: RunConfig, machine: Machine, *, interactive: bool = False, 
             ledger=placement.ledger,
         ),
         parallel=ParallelPlan(
-            workers=workers, device=device, peak_flops=_peak_flops(machine, device, workers, request.precision.compute)
+            workers=workers,
+            device=device,
+            hang_after_s=request.parallel.hang_after_s,
+            peak_flops=_peak_flops(machine, device, workers, request.precision.compute),
         ),
         checkpoint=_checkpoint(request, reasons),
         log=_log(request, interactive, reasons),

@@ -16,3 +16,5 @@ class WorkerPlace(Value):
     """Workers on this box: how the box's cores are shared out."""
     rendezvous: str
     """The init_method of torch.distributed: file://... from our own launcher, env:// under torchrun."""
+    board: str = ""
+    """Folder where the launcher looks for signs of life (spec.sign); empty: nobody looks."""

@@ -113,6 +113,8 @@ class ParallelPlan(Value):
 
     workers: int
     device: Literal["cpu", "cuda"]
+    hang_after_s: int = 600
+    """Seconds in a step without a sign of life after which a worker counts as hung; 0: never."""
     peak_flops: float = 0.0
     """Dense peak of the slowest device in the compute dtype, FLOP/s; 0: not in the catalogue, no utilisation is reported."""
 

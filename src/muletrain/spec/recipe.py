@@ -179,6 +179,9 @@ class ParallelSection(Value):
     """auto: one a GPU, or one on a CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: GPUs if there are any."""
+    hang_after_s: Count = 600
+    """Seconds in a step without a sign of life after which a worker counts as hung and all are ended; 0: never.
+    At least ten times the longest step so far; compiling, evaluating and saving may take as long as they take."""
 
 
 class CheckpointSection(Value):

@@ -150,6 +150,7 @@ class Evaluation(HookBase):
     def _evaluate(self, run: Run) -> None:
         if not self._text_bytes:
             return
+        run.signs.show(f"evaluating after step {run.progress.update}")
         run.strategy.flush()
         self.last = evaluate(run.strategy, self._batches, self._text_bytes, run.progress.update)
         run.meter.other(self.last.seconds)
@@ -183,6 +184,7 @@ class Checkpointing(HookBase):
             self._save(run)
 
     def _save(self, run: Run) -> None:
+        run.signs.show(f"saving after step {run.progress.update}")
         saved = save(self._root, run.strategy, run.progress, self._write_model, run.plan.checkpoint.keep)
         self._saved = (run.progress.update, run.progress.window)
         run.meter.other(saved.seconds)

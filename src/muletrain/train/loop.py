@@ -22,6 +22,7 @@ from muletrain.optim.schedule import learning_rate
 from muletrain.spec.errors import WorkerFailedError
 from muletrain.spec.plan import Plan
 from muletrain.strategy.contract import NonFiniteError, StepContext, StepResult, Strategy
+from muletrain.train.signs import Signs
 from muletrain.train.stop import Shared, StopFlag, exchange
 
 Outcome = Literal["finished", "stopped", "failed"]
@@ -74,6 +75,7 @@ class Run:
     resumed: bool = False
     meter: Meter = field(default_factory=Meter)
     stop: StopFlag = field(default_factory=StopFlag)
+    signs: Signs = field(default_factory=Signs)
     stopping: bool = False
     started_at: int = field(init=False)
 
@@ -117,6 +119,7 @@ def train(run: Run, hooks: Sequence[Hook]) -> Outcome:
             hook.start(run)
         while not run.finished and not run.stopping:
             step = _step(run, meter)
+            run.signs.show(f"what follows step {run.progress.update}")
             skips = skips + 1 if step.result.skipped else 0
             for hook in hooks:
                 hook.after_step(run, step)
@@ -135,17 +138,22 @@ def train(run: Run, hooks: Sequence[Hook]) -> Outcome:
 def _step(run: Run, meter: CommunicationMeter) -> Step:
     start, compiled = time.perf_counter(), compile_seconds()
     progress = run.progress
+    number = progress.update + 1
+    run.signs.show(f"reading the data of step {number}", step=True)
     batches = run.stream.window(progress.window, run.worker, run.workers)
     data_s = time.perf_counter() - start
     optimizer = run.plan.train.optimizer
     rate = learning_rate(run.plan.train.schedule, optimizer.learning_rate, run.total_updates, progress.update)
+    run.signs.show(f"computing step {number}", step=True)
     try:
         result = run.strategy.step(batches, StepContext(progress.update, progress.window, rate))
     except NonFiniteError as error:
         raise WorkerFailedError(_not_finite(run, batches, error)) from error
     padding = sum(batch.padding_tokens for batch in batches if batch.index >= 0)  # fillers are no data
+    run.signs.show(f"step {number} is done here; waiting for the others", step=True)
     shared = exchange(run.stop.raised, padding, run.strategy.peak_memory_bytes(), meter)
     seconds, compile_s = time.perf_counter() - start, compile_seconds() - compiled
+    run.signs.took(seconds)
     _count(run, result)
     step = Step(result, shared, rate, seconds, compile_s, _parts(result, data_s, meter.take(), compile_s, seconds))
     run.meter.step(0 if result.skipped else result.tokens, step.work_s)

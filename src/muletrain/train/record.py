@@ -58,27 +58,47 @@ class Record(HookBase):
         self._path, self._log, self._evaluation, self._profile = path, log, evaluation, profile
         self._last: StepEvent | None = None
         self._memory_bytes = 0
-        self._waits: list[tuple[float, float]] = []
+        self._first: tuple[float, float] | None = None
+        """(waited, worked) in the first step, in seconds: it warms up, and counts only if it is the only one."""
+        self._waited_s = self._worked_s = 0.0
+        """In all others."""
 
     def start(self, run: Run) -> None:
         """Clears the place of the record."""
         if run.worker == 0:
             self._path.unlink(missing_ok=True)
+            run.signs.leave(self._summary(run, "failed"))
 
     def after_step(self, run: Run, step: Step) -> None:
-        """Keeps what the summary needs."""
+        """Keeps what the summary needs, and leaves it to the launcher should this worker be killed."""
         self._last = step_event(run, step)
         self._memory_bytes = max(self._memory_bytes, step.shared.memory_bytes)
-        self._waits.append((step.parts_s["communication"], step.work_s))
+        waited = step.parts_s["communication"]
+        if self._first is None:
+            self._first = waited, step.work_s
+        else:
+            self._waited_s, self._worked_s = self._waited_s + waited, self._worked_s + step.work_s
+        if run.worker == 0:
+            run.signs.leave(self._summary(run, "failed"))
 
     def end(self, run: Run, outcome: Outcome) -> None:
         """Writes the summary on worker 0."""
         if run.worker != 0:
             return
         self._log.write(session_event(run, "end", outcome))
+        record = self._summary(run, outcome)
+        try:
+            temporary = self._path.with_suffix(".partial")
+            temporary.write_text(record.to_json(), encoding="utf-8")
+            temporary.replace(self._path)
+        except OSError as error:  # the model is saved by now: a full disk must not make a failure of it
+            self._log.warn(run.progress.update, f"{self._path} cannot be written ({error.strerror})")
+        run.signs.recorded()
+
+    def _summary(self, run: Run, outcome: Outcome) -> RunRecord:
         exposed, overlapped = self._communication(run)
         evaluation = self._evaluation.last
-        record = RunRecord(
+        return RunRecord(
             outcome=outcome,
             steps=run.progress.update,
             skipped=run.progress.skipped,
@@ -95,18 +115,11 @@ class Record(HookBase):
             strategy=run.plan.memory.strategy,
             device=device_name(run.plan.parallel.device),
         )
-        try:
-            temporary = self._path.with_suffix(".partial")
-            temporary.write_text(record.to_json(), encoding="utf-8")
-            temporary.replace(self._path)
-        except OSError as error:  # the model is saved by now: a full disk must not make a failure of it
-            self._log.warn(run.progress.update, f"{self._path} cannot be written ({error.strerror})")
 
     def _communication(self, run: Run) -> tuple[float | None, float | None]:
         if run.workers == 1:
             return None, None
         if run.plan.parallel.device == "cuda":
             return self._profile.exposed, self._profile.overlapped
-        waits = self._waits[1:] or self._waits
-        seconds = sum(step for _, step in waits)
-        return (sum(wait for wait, _ in waits) / seconds if seconds else None), None
+        waited, worked = (self._waited_s, self._worked_s) if self._worked_s else self._first or (0.0, 0.0)
+        return (waited / worked if worked else None), None

@@ -25,6 +25,7 @@ from muletrain.train.device import set_device
 from muletrain.train.hooks import Log
 from muletrain.train.loop import Run, train
 from muletrain.train.resume import carry_over
+from muletrain.train.signs import Signs
 
 _COLLECTIVE_TIMEOUT_S = 7200.0
 """Long, because worker 0 may write a large model while the others wait. A dead worker is the launcher's to notice."""
@@ -47,6 +48,8 @@ def run_worker(plan: Plan, place: WorkerPlace, session: Session) -> int:
 
 
 def _session(plan: Plan, place: WorkerPlace, session: Session, device: torch.device, log: Log) -> int:
+    signs = Signs(place, plan.parallel.hang_after_s)
+    signs.show("loading the model")
     parts = build_parts(plan, session.data, device)
     progress, resumed = _position(plan, place, parts, log)
     run = Run(
@@ -58,6 +61,7 @@ def _session(plan: Plan, place: WorkerPlace, session: Session, device: torch.dev
         workers=place.workers,
         stop_after=session.stop_after,
         resumed=resumed,
+        signs=signs,
     )
     if parts.unexpected:
         log.warn(
@@ -73,6 +77,7 @@ def _session(plan: Plan, place: WorkerPlace, session: Session, device: torch.dev
         return EXIT_DONE
     if plan.train.compile:
         log.console.say("dry batch: compiling, which takes a while and counts in no speed")
+    signs.show("the dry batch")
     parts.strategy.warm_up(parts.stream.longest())
     if plan.train.compile:  # a batch with segments too: what compiles, compiles here
         for batch in parts.stream.window(progress.window, place.rank, place.workers)[:1]:
