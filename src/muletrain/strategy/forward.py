@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,7 +15,10 @@ from muletrain.strategy.update import Updater
 
 
 def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """The batch where it is computed with."""
+    """The batch where it is computed with. On a GPU rows of one segment each get bounds too: one compiled graph, not two."""
+    if device.type == "cuda" and not batch.cu_seqlens.numel():
+        rows, length = batch.input_ids.shape
+        batch = replace(batch, cu_seqlens=torch.arange(0, (rows + 1) * length, length, dtype=torch.int32), max_seqlen=length)
     moved = batch.to(device)
     if moved.cu_seqlens.numel():  # its length varies with the documents: one compiled graph, not one a length
         torch._dynamo.maybe_mark_dynamic(moved.cu_seqlens, 0)

@@ -74,6 +74,12 @@ class Device:
             torch.zeros(most, dtype=formats.precision.compute, device=device) for _ in range(plan.staging if apart else 0)
         ]
         self._staged_working = working
+        # A copy over the link that also changes the format would allocate the whole unit in the other format; each link
+        # direction does it by pieces through a buffer of its own.
+        self._narrow = {
+            way: torch.zeros(most if formats.gradient != formats.precision.master else 0, dtype=formats.gradient, device=device)
+            for way in ("up", "down")
+        }
         self._gradients: dict[tuple[int, ...], Tensor] = {}
         for number, (unit, buffer) in enumerate(zip(units, Layout(plan).gradients, strict=True)):
             if plan.units[number].trainable and buffer.index not in self._gradients:
@@ -198,12 +204,26 @@ class Device:
     @torch.no_grad()
     def store(self, op: Op) -> None:
         """A unit's summed gradient home."""
-        self.units[op.unit].gradient.copy_(self.gradient(op), non_blocking=True)
+        host, card = self.units[op.unit].gradient, self.gradient(op)
+        if host.dtype == card.dtype:
+            host.copy_(card, non_blocking=True)
+            return
+        for piece in self.units[op.unit].pieces:
+            narrow = self._narrow["down"][: piece.size]
+            narrow.copy_(card[piece.start : piece.stop])
+            host[piece.start : piece.stop].copy_(narrow, non_blocking=True)
 
     @torch.no_grad()
     def fetch_gradient(self, op: Op) -> None:
         """The sum of the waves before, back."""
-        self._gradients[index_in(op.writes, "gradient")].copy_(self.units[op.unit].gradient, non_blocking=True)
+        host, card = self.units[op.unit].gradient, self._gradients[index_in(op.writes, "gradient")]
+        if host.dtype == card.dtype:
+            card.copy_(host, non_blocking=True)
+            return
+        for piece in self.units[op.unit].pieces:
+            narrow = self._narrow["up"][: piece.size]
+            narrow.copy_(host[piece.start : piece.stop], non_blocking=True)
+            card[piece.start : piece.stop].copy_(narrow)
 
     # --- inputs -----------------------------------------------------------------------------------------------------
 
