@@ -79,6 +79,9 @@ class StreamingPlan(Value):
     """Groups that a step's micro-batches go through the model in."""
     inputs: Literal["card", "host"] = "card"
     """Where the blocks' inputs wait for backward."""
+    activations: tuple[Literal["recompute", "keep", "offload"], ...] = ()
+    """By block, what it saves for backward: nothing (it is computed again), all on the card, or all on the host. Empty:
+    nothing."""
     update: Literal["next_fetch", "in_backward"] = "next_fetch"
     """next_fetch: a block is updated when it is next fetched, when the global norm is known. in_backward: at once, without
     clipping or loss scale."""

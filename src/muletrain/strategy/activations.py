@@ -8,6 +8,7 @@ Rejected: reentrant checkpointing, which gives no gradient to adapters behind a 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -37,6 +38,24 @@ def prepare_block(block: nn.Module, activations: Literal["keep", "recompute"], c
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=preserve_random, **kwargs)
 
     block.forward = recomputed
+
+
+def keeping(block: nn.Module, compiled: bool) -> Callable[..., Any]:
+    """`block` run so that its graph keeps all that backward needs, beside the way in which prepare_block makes it run."""
+    if not compiled:
+        return functools.partial(type(block).forward, block)
+    run = torch.compile(_keep)
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        with torch._functorch.config.patch(activation_memory_budget=1.0):
+            return run(block, *args, **kwargs)
+
+    return kept
+
+
+def _keep(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A function of its own, because graphs are found by the code that they were compiled from."""
+    return type(block).forward(block, *args, **kwargs)
 
 
 def seed_before(block: nn.Module, layer: int, random: KeyedRandom) -> None:

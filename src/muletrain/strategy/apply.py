@@ -18,12 +18,13 @@ from muletrain.models.weights import WeightSource
 from muletrain.precision.policy import precision_of
 from muletrain.precision.scaler import LossScaler
 from muletrain.spec.plan import Plan
-from muletrain.strategy.activations import prepare_block, seed_before
+from muletrain.strategy.activations import keeping, prepare_block, seed_before
 from muletrain.strategy.contract import Strategy
 from muletrain.strategy.materials import Materials
 from muletrain.strategy.randomness import KeyedRandom
 from muletrain.strategy.resident import ResidentStrategy
 from muletrain.strategy.shard import ShardedStrategy
+from muletrain.strategy.stream.setup import Blocks
 from muletrain.strategy.stream.strategy import StreamedStrategy
 from muletrain.strategy.update import Updater
 
@@ -48,7 +49,8 @@ def build_strategy(plan: Plan, model: CausalModel, weights: WeightSource, device
     if streamed:  # blocks run in slots there, so those are prepared
         mine = -(-plan.train.micro_batches // workers)
         wave = -(-mine // plan.memory.streaming.waves)
-        return StreamedStrategy(materials, prepare, plan.memory.streaming, plan.train.seed, wave)
+        keep = partial(keeping, compiled=plan.train.compile)
+        return StreamedStrategy(materials, Blocks(prepare, keep), plan.memory.streaming, plan.train.seed, wave)
     for layer, block in enumerate(model.layers):
         prepare(block)
         seed_before(block, layer, random)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from muletrain.schedule.ops import Schedule
+from muletrain.schedule.ops import Schedule, index_in
 from muletrain.spec.errors import DoesNotFitError
 from muletrain.spec.plan import ModelPlan
 from muletrain.strategy.contract import NonFiniteError
@@ -26,6 +26,9 @@ LAYOUTS: list[dict[str, Any]] = [
     {"waves": 2, "slots": 1, "staging": 1, "piece": 2048},
     {"on_card": (0, 2, 4), "inputs": "host", **SMALL},
     {"on_card": (0, 1, 2, 3, 4), "waves": 2},
+    {"activations": ("keep", "offload", "recompute")},
+    {"activations": ("offload",) * 3, "inputs": "host", **SMALL},
+    {"activations": ("offload", "keep", "offload"), "waves": 3, "on_card": (0, 2, 4)},
 ]
 UNCLIPPED: list[dict[str, Any]] = [
     {"update": "in_backward"},
@@ -75,6 +78,40 @@ def test_a_loss_that_is_not_finite_updates_nothing_in_backward(models: dict[str,
         advance(strategy, run, 1, 2)
     for unit, kept in zip(units, before, strict=True):
         assert torch.equal(unit.working, kept) or (unit.number == 4 and torch.equal(unit.working[5:], kept[5:]))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_what_is_offloaded_leaves_the_card(models: dict[str, ModelPlan], family: str) -> None:
+    """Of what a block saved, its weights, input and arguments aside, no more stays on the card than one micro-batch has in
+    excess of the one that the room was made for: attention by segments saves more of many documents."""
+    run = Run(models[family], strategy="streamed", compute="fp32", steps=1, streaming={"activations": ("offload",) * 3})
+    strategy = start(run)
+    offload = strategy._device.offload  # type: ignore[attr-defined]
+    sent: list[int] = []
+    send = offload.send
+
+    def watched(unit: int, micro_batch: int, position: int) -> None:
+        send(unit, micro_batch, position)
+        saved = offload._calls[unit, micro_batch]
+        gone = [tensor.nbytes for tensor, place in zip(saved.tensors, saved.places, strict=True) if place >= 0]
+        assert sum(gone) > 0.85 * sum(tensor.nbytes for tensor in saved.tensors)
+        assert all(t.device.type == "meta" for t, place in zip(saved.tensors, saved.places, strict=True) if place >= 0)
+        sent.append(sum(gone))
+
+    offload.send = watched
+    advance(strategy, run, 0, 1)
+    block = run.model.shape
+    tokens = 2 * 32
+    assert len(sent) == 3 * 4 and min(sent) > 4 * tokens * (4 * block.hidden + 2 * block.ffn), "bytes of a micro-batch"
+
+
+def test_what_finds_no_room_on_the_host_stays_on_the_card(models: dict[str, ModelPlan]) -> None:
+    """Experts save more of one micro-batch than of another; the room is made by one."""
+    run = Run(models["llama"], strategy="streamed", compute="fp32", steps=2, rate=1e-3)
+    few = replace(run, streaming={"activations": ("offload",) * 3})
+    strategy = start(few)
+    strategy._compute.saved_bytes = lambda *_: 40_000  # type: ignore[attr-defined]
+    assert curve(advance(strategy, few, 0, 2)) == train_alone(replace(run, strategy="resident"))
 
 
 MLA_AND_EXPERTS = {
@@ -129,6 +166,8 @@ class Poisoning:
             if op.kind == "fetch":
                 with torch.no_grad():
                     self._device.slots[op.unit].flat.fill_(float("nan"))
+            if op.kind == "receive" and op.piece == 1:
+                self._device.offload._ring[index_in(op.writes, "kept")[0]].fill_(255)
             handler(op)
 
         self._inner.run(schedule, poisoned)

@@ -21,6 +21,7 @@ from muletrain.models.causal import CausalModel
 from muletrain.schedule.ops import Op
 from muletrain.strategy.randomness import PROLOGUE, KeyedRandom
 from muletrain.strategy.stream.device import Device
+from muletrain.strategy.stream.offload import Saved, bytes_of, gathering
 from muletrain.strategy.stream.proxy import Call, Captured, Stage, hidden_of
 
 
@@ -72,10 +73,39 @@ class Compute:
             else:
                 hidden = work.hidden[op.micro_batch].requires_grad_(work.training)
                 call = work.prologues[op.micro_batch].calls[op.unit - 1]
-                output = hidden_of(self._run_block(op.unit, hidden, call, work.random))
+                output = self._run_by_policy(op, hidden, call, work)
                 if work.training:
                     work.graphs[op.unit, op.micro_batch] = (hidden, get_gradient_edge(output))
         work.hidden[op.micro_batch] = self._device.keep_input(op, output.detach())
+
+    def _run_by_policy(self, op: Op, hidden: Tensor, call: Call, work: Work) -> Tensor:
+        """The block's output, with a graph that holds what its policy says."""
+        slot, policy = self._device.slots[op.unit], self._device.plan.activations[op.unit]
+        if policy == "recompute" or not work.training:
+            return hidden_of(self._run_block(op.unit, hidden, call, work.random))
+        if policy == "keep":
+            return self._run_keeping(op.unit, hidden, call, work.random)
+        saved = Saved()
+        with gathering(saved, (slot.flat, hidden, call.args, call.kwargs)):
+            output = self._run_keeping(op.unit, hidden, call, work.random)
+        self._device.offload.called(op.unit, op.micro_batch, saved)
+        return output
+
+    def _run_keeping(self, unit: int, hidden: Tensor, call: Call, random: KeyedRandom) -> Tensor:
+        slot = self._device.slots[unit]
+        assert slot.kept is not None and slot.module is not None
+        slot.module.train(self._model.training)
+        random.enter(unit - 1)
+        return hidden_of(slot.kept(hidden, *call.args, **call.kwargs))
+
+    def saved_bytes(self, unit: int, batch: MicroBatch, work: Work) -> int:
+        """What a block saves of a micro-batch and may be sent; its parameters must be in its slot."""
+        saved = Saved()
+        captured = self._prologue(batch, KeyedRandom(0, enabled=False))
+        hidden, call = captured.hidden.detach().requires_grad_(), captured.calls[unit - 1]
+        with gathering(saved, (self._device.slots[unit].flat, hidden, call.args, call.kwargs)):
+            self._run_keeping(unit, hidden, call, work.random)
+        return bytes_of(saved)
 
     def _prologue(self, batch: MicroBatch, random: KeyedRandom) -> Captured:
         stage = self._stage

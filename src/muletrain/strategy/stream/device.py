@@ -8,8 +8,9 @@ autograd, answers for what is in it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from muletrain.schedule.layout import Layout
 from muletrain.schedule.ops import Op, StreamPlan, index_in
 from muletrain.spec.recipe import OptimizerSection
 from muletrain.strategy.randomness import key
+from muletrain.strategy.stream.offload import Offload
 from muletrain.strategy.stream.unit import Formats, HostUnit, Take
 
 
@@ -33,6 +35,8 @@ class Slot:
     """Views of `flat`, in the layout's order."""
     module: nn.Module | None
     """The block that computes here; None for the embedding and the head, which are the model's own modules."""
+    kept: Callable[..., Any] | None = None
+    """The same block, keeping what backward needs."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,7 @@ class Device:
         for number, (unit, buffer) in enumerate(zip(units, Layout(plan).gradients, strict=True)):
             if plan.units[number].trainable and buffer.index not in self._gradients:
                 self._gradients[buffer.index] = torch.zeros(unit.layout.size, dtype=formats.precision.master, device=device)
+        self.offload = Offload(plan.offload_buffers, device)
         self._inputs: list[Tensor] = []
         self._host_inputs: dict[int, Tensor] = {}
 
@@ -240,6 +245,9 @@ class Device:
     @torch.no_grad()
     def send(self, op: Op) -> None:
         """One micro-batch's input of a unit home."""
+        if op.piece == 1:
+            self.offload.send(op.unit, op.micro_batch, index_in(op.writes, "host_kept")[1])
+            return
         row, position = index_in(op.reads, "input")
         unit, _ = index_in(op.writes, "host_input")
         self._host_inputs[unit][position].copy_(self._inputs[row][position], non_blocking=True)
@@ -247,6 +255,10 @@ class Device:
     @torch.no_grad()
     def receive(self, op: Op) -> None:
         """The same back, to the very place it had."""
+        if op.piece == 1:
+            buffer = index_in(op.writes, "kept")[0]
+            self.offload.receive(op.unit, op.micro_batch, index_in(op.reads, "host_kept")[1], buffer)
+            return
         row, position = index_in(op.writes, "input")
         unit, _ = index_in(op.reads, "host_input")
         self._inputs[row][position].copy_(self._host_inputs[unit][position], non_blocking=True)

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,16 @@ from muletrain.strategy.stream.shared import Team
 from muletrain.strategy.stream.unit import Formats, HostUnit, kind_of, unit_bytes
 
 Named = list[tuple[str, nn.Parameter]]
-Prepare = Callable[[nn.Module], None]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How blocks run."""
+
+    prepare: Callable[[nn.Module], None]
+    """Makes a block compute itself again in backward, in place."""
+    keep: Callable[[nn.Module], Callable[..., Any]]
+    """The same block, keeping instead; to be asked before `prepare`."""
 
 
 @dataclass
@@ -44,6 +54,23 @@ class Built:
     input_room: tuple[int, int] = (0, 0)
     """(elements a micro-batch, micro-batches) that there is room for on the host."""
 
+    offload_room: tuple[int, int] = (0, 0)
+    """The same of what blocks save and send: (tokens, micro-batches)."""
+
+    def has_offload_room(self, tokens: int, positions: int) -> bool:
+        """For `positions` micro-batches of `tokens`."""
+        return tokens <= self.offload_room[0] and positions <= self.offload_room[1]
+
+    def make_offload_room(self, tokens: int, positions: int, saved: dict[int, int]) -> None:
+        """`saved`: {kind of block: bytes that it saves of a micro-batch of `tokens`}; grows only."""
+        self.offload_room = (max(tokens, self.offload_room[0]), max(positions, self.offload_room[1]))
+        positions, plan = self.offload_room[1], self.device.plan
+        sizes = {u: saved[plan.units[u].kind] for u, policy in enumerate(plan.activations) if policy == "offload"}
+        size = positions * sum(padded_bytes(each, torch.uint8) for each in sizes.values())
+        arena = HostArena(size, register=self.device.slots[0].flat.is_cuda)
+        self.arenas.append(arena)
+        self.device.offload.place(sizes, positions, arena.take)
+
     def ensure_inputs(self, tokens: int, positions: int) -> None:
         """Room on the host for the inputs of `positions` micro-batches of `tokens`; grows only."""
         elements = tokens * self.device.plan.hidden
@@ -58,7 +85,7 @@ class Built:
         self.device.place_inputs(elements, positions, arena.take)
 
 
-def assemble(materials: Materials, prepare: Prepare, streaming: StreamingPlan, seed: int, run_layer: RunBlock) -> Built:
+def assemble(materials: Materials, how: Blocks, streaming: StreamingPlan, seed: int, run_layer: RunBlock) -> Built:
     """Host memory first (there may be too little), then weights, slots and device buffers. Replaces the model's layers."""
     model, precision, device = materials.model.to(materials.precision.compute), materials.precision, materials.device
     state = StateFormat.of(streaming.moments, precision.master, precision.split)
@@ -90,7 +117,7 @@ def assemble(materials: Materials, prepare: Prepare, streaming: StreamingPlan, s
         model.layers[number] = LayerProxy(stage, number, number == len(blocks) - 1, block)
     model.to_empty(device=device)
     materialize_buffers(model, device)
-    slots = _slots(plan, units, blocks, precision, device, prepare)
+    slots = _slots(plan, units, blocks, precision, device, how)
     for number in (0, len(units) - 1):
         slots.insert(number, _outer_slot(model, units[number], device, precision))
     on_device = Device(plan, units, slots, formats, materials.updater.optimizer, seed, device)
@@ -159,7 +186,7 @@ def _plan(
         state_up_bytes=up,
         state_down_bytes=down + (working if formats.own_working else 0),
         gradient_bytes=formats.gradient.itemsize,
-        activations=("recompute",) * len(units),
+        activations=("recompute", *(streaming.activations or ["recompute"] * len(blocks)), "recompute"),
         inputs=streaming.inputs,
         update=streaming.update,
         working_in_master=not formats.own_working,
@@ -173,7 +200,7 @@ def _slots(
     blocks: Sequence[nn.Module],
     precision: Precision,
     device: torch.device,
-    prepare: Prepare,
+    how: Blocks,
 ) -> list[Slot]:
     """By block: the slot that it always uses."""
     made: dict[tuple[int, ...], Slot] = {}
@@ -185,8 +212,9 @@ def _slots(
             module = copy.deepcopy(block).to_empty(device=device)
             slot = _views(module, units[number], f"{_common_prefix(units[number])}", device, precision)
             materialize_buffers(module, device)
-            prepare(module)
-            made[index] = Slot(slot.flat, slot.parameters, module)
+            kept = how.keep(module)
+            how.prepare(module)
+            made[index] = Slot(slot.flat, slot.parameters, module, kept)
         slots.append(made[index])
     return slots
 

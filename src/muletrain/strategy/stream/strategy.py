@@ -16,11 +16,11 @@ and after loading.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from muletrain.data.batch import MicroBatch
 from muletrain.metrics.memory import peak_memory_bytes
@@ -37,7 +37,7 @@ from muletrain.strategy.stream.compute import Compute, Work
 from muletrain.strategy.stream.device import Pending
 from muletrain.strategy.stream.executor import Executor, InOrder, Streams
 from muletrain.strategy.stream.kept import as_saved
-from muletrain.strategy.stream.setup import Built, assemble
+from muletrain.strategy.stream.setup import Blocks, Built, assemble
 from muletrain.strategy.update import Decision
 
 Mode = Literal["train", "evaluate", "flush"]
@@ -49,17 +49,17 @@ class StreamedStrategy:
     def __init__(
         self,
         materials: Materials,
-        prepare: Callable[[nn.Module], None],
+        blocks: Blocks,
         streaming: StreamingPlan,
         seed: int,
         wave: int,
     ) -> None:
-        """`prepare` makes a slot's block run as the plan says; `wave`: micro-batches in a full step's largest wave."""
+        """`blocks`: how slots' blocks run; `wave`: micro-batches in a full step's largest wave."""
         m = materials
         self._model, self._torch_device, self._random = m.model, m.device, m.random
         self._updater, self._meter = m.updater, m.meter
         self._names = [canonical_name(name) for name, _ in m.model.named_parameters()]
-        self._built: Built = assemble(materials, prepare, streaming, seed, self._run_layer)
+        self._built: Built = assemble(materials, blocks, streaming, seed, self._run_layer)
         self._device, self._exchange, self._wave = self._built.device, self._built.exchange, wave
         self._compute = Compute(m.model, self._device, self._built.stage)
         self.executor: Executor = Streams(m.device) if m.device.type == "cuda" else InOrder()
@@ -108,9 +108,25 @@ class StreamedStrategy:
             self._schedules[shape] = build(self._device.plan, shape)
         if self._device.plan.inputs == "host" and batches:
             self._built.ensure_inputs(max(shape.micro_batches), max(map(len, waves_of(self._device.plan, shape))))
+        if mode == "train" and "offload" in self._device.plan.activations:
+            self._ensure_offload(work, max(map(len, waves_of(self._device.plan, shape))))
         self._execute(self._schedules[shape])
         self._device.pending, self._work = None, None
         return work
+
+    def _ensure_offload(self, work: Work, positions: int) -> None:
+        """Room for what blocks save and send: as much as one of each kind saves of the largest micro-batch, which is tried."""
+        largest = max(work.batches, key=lambda batch: batch.input_ids.numel())
+        tokens = largest.input_ids.numel()
+        if self._built.has_offload_room(tokens, positions):
+            return
+        saved: dict[int, int] = {}  # by kind of block
+        for unit, policy in enumerate(self._device.plan.activations):
+            kind = self._device.plan.units[unit].kind
+            if policy == "offload" and kind not in saved:
+                self._device.slots[unit].flat.copy_(self._device.units[unit].working)
+                saved[kind] = self._compute.saved_bytes(unit, largest, work)
+        self._built.make_offload_room(tokens, positions, saved)
 
     def _execute(self, schedule: Schedule) -> None:
         if self._exchange is None or schedule.step.mode == "evaluate":  # nobody waits for anybody in an evaluation
