@@ -126,9 +126,7 @@ class _Builder:
                     self._backward_unit(unit, wave, micro_batches)
         sums: tuple[Buffer, ...] = (_SUMS,)
         if self._exchange:
-            for unit, shape in enumerate(self._plan.units):
-                if shape.trainable and self._plan.placed(unit) == "card":
-                    self._exchange.collect(unit, len(self._waves) - 1)
+            self._exchange.collect_rest(len(self._waves) - 1)
             sums = (_SUMS, *self._exchange.sums())
         self._add("decide", "host", sums, ())
 

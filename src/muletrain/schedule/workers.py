@@ -50,6 +50,8 @@ class Exchange:
         self._others = tuple(worker for worker in range(plan.workers) if worker != self._me)
         self._in_ring: dict[int, tuple[int, int]] = {}
         """Place in the ring -> (unit, wave) whose gradient this step put there last."""
+        self._summed: list[int] = []
+        """Units on the card whose sums are still to be read back."""
         self._staged = self._filled = 0
         self._told = -1
         """The latest signal."""
@@ -105,8 +107,15 @@ class Exchange:
         self._add("store_part", "down", (gradient,), (ring,), unit=unit, wave=wave, size_bytes=size)
         self._signal("stored", "down", unit, wave, reads=(ring,))
         mine = plan.owned(unit, self._me)
-        if not mine:
-            return
+        if last:
+            self._summed += [unit] if plan.placed(unit) == "card" else []
+        if mine:
+            self._sum_mine(unit, wave, mine, slot, last=last, accumulate=accumulate)
+        while self._summed and self._summed[0] != unit:  # one unit behind, so that nothing waits for a sum just begun
+            self._collect(self._summed.pop(0), wave)
+
+    def _sum_mine(self, unit: int, wave: int, mine: tuple[int, ...], slot: int, *, last: bool, accumulate: bool) -> None:
+        plan = self._plan
         rings = tuple(Buffer("ring", (worker, slot)) for worker in range(plan.workers))
         self._wait("stored", "peers", unit, wave, self._others, "ring")
         for piece in mine:
@@ -128,7 +137,12 @@ class Exchange:
         self._add("sum", "update", (parts,), writes, **at, memory_bytes=float(size * (len(reads) + 1)))
         self._add("store_sum", "sums", (parts,), (total,), **at, size_bytes=size)
 
-    def collect(self, unit: int, wave: int) -> None:
+    def collect_rest(self, wave: int) -> None:
+        """At the end of a step."""
+        while self._summed:
+            self._collect(self._summed.pop(0), wave)
+
+    def _collect(self, unit: int, wave: int) -> None:
         """The sums of a unit that stays on the card, back there."""
         plan, shape = self._plan, self._plan.units[unit]
         self._wait("summed", "peers", unit, wave, self._owners(unit), "host_gradient")
