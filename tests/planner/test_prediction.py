@@ -55,8 +55,19 @@ def test_updates_in_backward_leave_nothing_pending() -> None:
     assert [op.kind for op in found.timeline.ops].index("update") > [op.kind for op in found.timeline.ops].index("epilogue")
 
 
+def test_several_streamed_workers_share_the_work() -> None:
+    keys = {"train.tokens_per_step": 49152, "train.micro_batch": 8, "memory.placement": 0}
+    one = predict(planned("streamed", **keys), MACHINE)
+    three = box(H200, H200, H200, host_gib=512)
+    plan = resolve(request(keys | {"memory.strategy": "streamed", "precision.compute": "bf16", "parallel.workers": 3}), three)
+    found = predict(plan, three)
+    assert found.tokens == one.tokens and found.step_s >= found.bound_s >= found.resource_bound_s > 0
+    assert one.step_s / 3 < found.step_s < one.step_s / 1.5
+    assert found.timeline is not None and {"store_part", "sum", "wait"} <= {op.kind for op in found.timeline.ops}
+
+
 def test_what_is_not_predicted_is_told() -> None:
-    with pytest.raises(InputError, match="the time of zero3 on 2 workers is not predicted; resident and streamed"):
+    with pytest.raises(InputError, match="the time of zero3 on 2 workers is not predicted; streamed on GPUs is"):
         predict(planned("zero3", **{"parallel.workers": 2}), box(H200, H200))
     plan = planned("resident", **{"parallel.device": "cpu", "precision.compute": "fp32"})
     with pytest.raises(InputError, match="the processor of box is not measured"):

@@ -69,12 +69,14 @@ def footprint(plan: Plan) -> Footprint:
 
 
 def predict(plan: Plan, machine: Machine) -> Prediction:
-    """Of resident and streamed runs of one worker. Raises InputError for any other, or where rates are not known."""
+    """Of resident runs of one worker and streamed ones, whose workers each have a link of their own and keep pace. Raises
+    InputError for any other, or where rates are not known."""
     run, shape = footprint(plan), plan.model.shape
-    if run.workers > 1 or run.strategy not in ("resident", "streamed"):
+    predicted = run.strategy == "streamed" and run.device == "cuda"
+    if not predicted and (run.workers > 1 or run.strategy not in ("resident", "streamed")):
         raise InputError(
             f"memory.strategy: the time of {run.strategy} on {run.workers} workers is not predicted; "
-            "resident and streamed with parallel.workers: 1 are"
+            "streamed on GPUs is, and resident and streamed with parallel.workers: 1 are"
         )
     speed = speed_of(machine if run.device == "cuda" else machine.model_copy(update={"gpus": ()}), run.compute)
     if run.strategy == "streamed" and run.device == "cuda":
@@ -98,7 +100,7 @@ def _streamed(plan: Plan, run: Footprint, speed: Speed) -> Prediction:
     shape = plan.model.shape
     layout = stream_plan(shape, run)
     step = StepShape(
-        micro_batches=(run.tokens,) * run.micro_batches,
+        micro_batches=(run.tokens,) * run.rounds,
         sequence_length=run.sequence_length,
         pending=layout.update == "next_fetch",
         mode="train",

@@ -105,10 +105,14 @@ def least_s(plan: StreamPlan, step: StepShape, rates: Rates) -> float:
         moved = _sent_a_token(plan, u) * tokens
         up += moved
         down += moved
+        mine = sum(unit.pieces[piece] for piece in plan.owned(u, plan.worker))
+        if unit.trainable and plan.workers > 1:  # what is exchanged of its gradient, at least once a step
+            up += mine * plan.workers * plan.gradient_bytes
+            down += (unit.parameters + mine) * plan.gradient_bytes
         if unit.trainable and plan.placed(u) != "card":
-            state_up += unit.parameters * (plan.state_up_bytes - (0 if next_fetch else plan.on_card_in_backward_bytes))
-            state_down += unit.parameters * plan.state_down_bytes
-            down += unit.parameters * (plan.gradient_bytes if next_fetch else 0)
+            state_up += mine * (plan.state_up_bytes - (0 if next_fetch else plan.on_card_in_backward_bytes))
+            state_down += mine * plan.state_down_bytes
+            down += unit.parameters * (plan.gradient_bytes if next_fetch and plan.workers == 1 else 0)
     link = link_bound_s((up + state_up) / rates.up_bytes_s, (down + state_down) / rates.down_bytes_s, rates)
     least = max(compute, link)
     if next_fetch and step.mode == "train":
