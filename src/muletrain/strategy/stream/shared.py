@@ -6,15 +6,14 @@ processes of the same user, so it works under any launcher. Rejected: POSIX shar
 containers give /dev/shm 64 MiB).
 
 A worker that waits for another waits for a number in that mapping, on the processor or on a GPU's stream. If the other
-dies, the number never comes. So each worker keeps a handle (pidfd) of every other, on which the kernel reports its end;
-then all numbers are set to what nobody can still wait for, and a mark says that they mean nothing. A worker that fails does
-the same itself.
+dies, the number never comes. So a thread of each worker looks whether the others are alive; if one is not, all numbers are
+set to what nobody can still wait for, and a mark says that they mean nothing. A worker that fails does the same itself.
+Rejected: pidfd_open, which tells at once but which the filters of older containers forbid.
 """
 
 from __future__ import annotations
 
 import os
-import select
 import threading
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,8 @@ from muletrain.spec.errors import DoesNotFitError, InputError, WorkerFailedError
 from muletrain.strategy.stream.arena import HostArena, require_free
 
 _BEYOND = 1 << 30
-"""Added to a flag, it releases every wait."""
+"""No flag comes near it, so it releases every wait."""
+_LOOK_S = 0.25
 
 
 class Team:
@@ -45,7 +45,7 @@ class Team:
             )
         self._pids = [pid for _, pid in places]
         self._flags: np.ndarray[Any, np.dtype[np.int32]] | None = None
-        self._end = os.eventfd(0)
+        self._closed = threading.Event()
 
     def map(self, size_bytes: int, register: bool) -> HostArena:
         """One zeroed mapping for all. Collective. Raises DoesNotFitError on all workers if it is too large."""
@@ -74,24 +74,20 @@ class Team:
     def watch(self, flags: Any) -> None:
         """`flags`: the shared tensor of `flag_count` numbers. From now on a worker that dies releases the others' waits."""
         self._flags = flags.numpy()
-        others = [(pid, worker) for worker, pid in enumerate(self._pids) if worker != self.worker]
-        handles = {os.pidfd_open(pid): worker for pid, worker in others}
+        others = {worker: (pid, _started(pid)) for worker, pid in enumerate(self._pids) if worker != self.worker}
         dist.barrier()  # while all are alive: a number of a process that ended may be another's
-        threading.Thread(target=self._watch, args=(handles,), daemon=True, name="peers").start()
+        threading.Thread(target=self._watch, args=(others,), daemon=True, name="peers").start()
 
-    def _watch(self, handles: dict[int, int]) -> None:
-        poll = select.poll()
-        for handle in (self._end, *handles):
-            poll.register(handle, select.POLLIN)
-        ended = [handle for handle, _ in poll.poll()]
-        if self._end not in ended:
-            self.stop(handles[ended[0]])
-        for handle in handles:
-            os.close(handle)
+    def _watch(self, others: dict[int, tuple[int, str]]) -> None:
+        while not self._closed.wait(_LOOK_S):
+            gone = [worker for worker, (pid, started) in others.items() if _started(pid) != started]
+            if gone:
+                self.stop(gone[0])
+                return
 
     def close(self) -> None:
         """Watches no longer."""
-        os.eventfd_write(self._end, 1)
+        self._closed.set()
 
     def stop(self, culprit: int | None = None) -> None:
         """Releases all waits of all workers, because `culprit` (this worker if left out) takes no part any more."""
@@ -137,3 +133,12 @@ def _open(pid: int, file: int) -> int:
             f"memory.strategy: streamed could not open worker 0's memory (/proc/{pid}/fd/{file}: {error.strerror}); all "
             "workers must run as the same user, in one container"
         ) from error
+
+
+def _started(pid: int) -> str:
+    """When a process began, in the kernel's ticks: with its number, what no other has. Empty if it has ended."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+    except FileNotFoundError:
+        return ""
+    return "" if state in "ZX" else fields[18]
