@@ -143,8 +143,39 @@ def test_O02_reserved_key_is_told_apart(write: Any, key: str) -> None:
 
 
 def test_reserved_below(write: Any) -> None:
-    (problem,) = problems(write(HEAD + "train: {steps: 1}"), "model.adapter.rank=8")
-    assert "model.adapter.rank: model.adapter is part of the design but not in this version" in problem
+    (problem,) = problems(write(HEAD + "train: {steps: 1}"), "parallel.tensor.size=8")
+    assert "parallel.tensor.size: parallel.tensor is part of the design but not in this version" in problem
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("model.lora", "model.adapter"),
+        ("lora_r", "model.adapter.rank"),
+        ("lora_target_modules", "model.adapter.targets"),
+        ("model.lora.alpha", "model.adapter.alpha"),
+        ("model.adapter.target", "model.adapter.targets"),
+    ],
+)
+def test_what_others_call_an_adapters_keys(write: Any, key: str, meant: str) -> None:
+    (problem,) = problems(write(HEAD + "train: {steps: 1}"), f"{key}=8")
+    assert f"did you mean {meant}?" in problem
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("model.adapter=lora", "model.adapter is a section; set one of its keys, e.g. model.adapter.kind=…"),
+        ("model.adapter.kind=qlora", "'qlora' is not one of none, lora; did you mean lora?"),
+        ("model.adapter.rank=0", "0 is out of range; it must be at least 1"),
+        ("model.adapter.alpha=0", "'0' is too small; it must be more than 0, or auto"),
+        ("model.adapter.alpha=much", "'much' is neither auto nor a number"),
+        ("model.adapter.dropout=1", "1.0 is out of range; it must be less than 1"),
+        ("model.adapter.targets=[]", "an empty list; give at least one"),
+    ],
+)
+def test_wrong_adapter_values(write: Any, argument: str, message: str) -> None:
+    assert any(message in problem for problem in problems(write(HEAD + "train: {steps: 1}"), argument))
 
 
 def test_all_problems_at_once_by_key_and_place(write: Any) -> None:

@@ -48,6 +48,20 @@ BROKEN = [
         "precision.gradients",
         "keeps gradients in fp64",
     ),
+    *(
+        (config(model={"source": "m", "adapter": {name: value}}), f"model.adapter.{name}", "set model.adapter.kind: lora")
+        for name, value in {"rank": 8, "alpha": 4, "dropout": 0.1, "targets": ["q_proj"], "rslora": True}.items()
+    ),
+    (
+        config(model={"source": "m", "adapter": {"kind": "lora", "targets": ["auto", "q_proj"]}}),
+        "model.adapter.targets",
+        "give auto alone, or names alone",
+    ),
+    (
+        config(model={"source": "m", "adapter": {"kind": "lora"}}, precision={"gradients": "fp32"}),
+        "precision.gradients",
+        "stay in the masters' format",
+    ),
     (config(memory={"strategy": "streamed", "waves": 33}), "memory.waves", "a step has 32 micro-batch(es)"),
 ]
 

@@ -38,4 +38,6 @@ def test_the_recipe_is_planned_and_built(recipe: Path, workers: int, gpus: bool)
     assert plan.tokens_per_step == pytest.approx(request.train.tokens_per_step, rel=0.05)
     model = build_on_meta(plan.model, dtype=torch.float32, loss_chunk=plan.memory.loss_chunk)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
-    assert sum(parameter.numel() for parameter in model.parameters()) == plan.model.shape.parameters
+    assert sum(parameter.numel() for parameter in model.parameters()) == (
+        plan.model.shape.parameters + plan.model.adapter.parameters
+    )

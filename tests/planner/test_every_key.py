@@ -19,6 +19,12 @@ CHANGES: dict[str, Any] = {
     "model.source": "gpt2",
     "model.weights": "random",
     "model.overrides": {"num_hidden_layers": 3},
+    "model.adapter.kind": "lora",
+    "model.adapter.rank": 8,
+    "model.adapter.alpha": 5.0,
+    "model.adapter.dropout": 0.1,
+    "model.adapter.targets": ["q_proj"],
+    "model.adapter.rslora": True,
     "data.source": ["other"],
     "data.tokenizer": "other",
     "data.text_key": "content",
@@ -68,6 +74,7 @@ CHANGES: dict[str, Any] = {
     "log.console": "quiet",
 }
 NEEDS: dict[str, dict[str, Any]] = {
+    **{f"model.adapter.{name}": {"model.adapter.kind": "lora"} for name in ("rank", "alpha", "dropout", "targets", "rslora")},
     "precision.initial_loss_scale": {"precision.compute": "fp16"},
     "train.schedule.decay_fraction": {"train.schedule.kind": "wsd"},
     "train.optimizer.state": {"memory.strategy": "streamed"},

@@ -7,7 +7,7 @@ from typing import Any
 
 from muletrain.catalog.fields import Config, divides, positions, whole, window
 from muletrain.spec.errors import InputError
-from muletrain.spec.model_shape import ModelShape
+from muletrain.spec.model_shape import Linear, ModelShape
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,16 @@ class Attention:
     head_dim: int
     matrices: int
     vectors: int
+    linears: tuple[Linear, ...]
+
+
+def linear_layers(part: str, sizes: dict[str, tuple[int, int]]) -> tuple[Linear, ...]:
+    """The linear layers {name: (inputs, outputs)} of one part of a block."""
+    return tuple(Linear(name=f"{part}.{name}", inputs=inputs, outputs=outputs) for name, (inputs, outputs) in sizes.items())
+
+
+def _gated(hidden: int, ffn: int) -> tuple[Linear, ...]:
+    return linear_layers("mlp", {"gate_proj": (hidden, ffn), "up_proj": (hidden, ffn), "down_proj": (ffn, hidden)})
 
 
 def grouped_attention(config: Config, name: str) -> Attention:
@@ -43,7 +53,11 @@ def grouped_attention(config: Config, name: str) -> Attention:
         vectors += width + 2 * kv_width
     elif config.get("attention_bias"):
         vectors += width + 2 * kv_width + hidden
-    return Attention(heads, kv_heads, head_dim, hidden * (2 * width + 2 * kv_width), vectors)
+    linears = linear_layers(
+        "self_attn",
+        {"q_proj": (hidden, width), "k_proj": (hidden, kv_width), "v_proj": (hidden, kv_width), "o_proj": (width, hidden)},
+    )
+    return Attention(heads, kv_heads, head_dim, hidden * (2 * width + 2 * kv_width), vectors, linears)
 
 
 def rotary_shape(config: Config, name: str) -> ModelShape:
@@ -71,6 +85,7 @@ def rotary_shape(config: Config, name: str) -> ModelShape:
         block_parameters=block,
         matmul_parameters=layers * matrices + vocab * hidden,
         window=window(config, name),
+        linears=() if config["model_type"] == "baichuan" else attention.linears + _gated(hidden, ffn),  # it packs q, k and v
     )
 
 
@@ -95,6 +110,8 @@ def gpt2_shape(config: Config, name: str) -> ModelShape:
     return ModelShape(
         parameters=vocab * hidden * (1 if tied else 2) + places * hidden + layers * block + 2 * hidden,
         max_positions=places,
+        linears=linear_layers("attn", {"c_attn": (hidden, 3 * hidden), "c_proj": (hidden, hidden)})
+        + linear_layers("mlp", {"c_fc": (hidden, ffn), "c_proj": (ffn, hidden)}),
         **_plain(config, name, hidden, layers, heads, ffn, vocab, tied, block, layers * matrices + vocab * hidden),
     )
 

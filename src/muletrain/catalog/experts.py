@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from muletrain.catalog.dense import grouped_attention
+from muletrain.catalog.dense import grouped_attention, linear_layers
 from muletrain.catalog.fields import Config, divides, positions, whole, window
 from muletrain.spec.errors import InputError
-from muletrain.spec.model_shape import ModelShape
+from muletrain.spec.model_shape import Linear, ModelShape
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class _Attention:
     head_dim: int
     matrices: int
     vectors: int
+    linears: tuple[Linear, ...]
     value_dim: int = 0
     latent: int = 0
 
@@ -89,7 +90,7 @@ def deepseek_shape(config: Config, name: str) -> ModelShape:
 
 def _grouped(config: Config, name: str) -> _Attention:
     found = grouped_attention(config, name)
-    return _Attention(found.heads, found.kv_heads, found.head_dim, found.matrices, found.vectors)
+    return _Attention(found.heads, found.kv_heads, found.head_dim, found.matrices, found.vectors, found.linears)
 
 
 def _latent(config: Config, name: str) -> _Attention:
@@ -102,8 +103,13 @@ def _latent(config: Config, name: str) -> _Attention:
     query_rank = config.get("q_lora_rank")
     if query_rank:
         queries, norms = query_rank * (hidden + heads * head_dim), query_rank + rank
+        layers = {"q_a_proj": (hidden, query_rank), "q_b_proj": (query_rank, heads * head_dim)}
     else:
         queries, norms = hidden * heads * head_dim, rank
+        layers = {"q_proj": (hidden, heads * head_dim)}
+    layers["kv_a_proj_with_mqa"] = (hidden, rank + rotary)
+    layers["kv_b_proj"] = (rank, heads * (plain + value))
+    layers["o_proj"] = (heads * value, hidden)
     keys = hidden * (rank + rotary) + rank * heads * (plain + value)
     biases = (query_rank or 0) + rank + rotary + hidden if config.get("attention_bias") else 0
     return _Attention(
@@ -112,6 +118,7 @@ def _latent(config: Config, name: str) -> _Attention:
         head_dim,
         queries + keys + heads * value * hidden,
         norms + biases,
+        linear_layers("self_attn", layers),
         value,
         (query_rank or 0) + rank + rotary,
     )
@@ -153,4 +160,5 @@ def _shape(config: Config, name: str, attention: _Attention, experts: _Experts) 
         active_experts=experts.active,
         idle_parameters=idle,
         window=window(config, name),
+        linears=attention.linears,
     )

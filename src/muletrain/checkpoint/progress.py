@@ -57,6 +57,10 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
         "parallel.workers": plan.parallel.workers,
         "parallel.device": plan.parallel.device,
     }
+    adapter = plan.model.adapter
+    if adapter.trains:
+        for key in ("kind", "rank", "alpha", "dropout", "targets", "rslora"):
+            keys[f"model.adapter.{key}"] = adapter.model_dump(mode="json")[key]
     for section in ("optimizer", "schedule"):
         for key, value in getattr(plan.train, section).model_dump(mode="json").items():
             keys[f"train.{section}.{key}"] = value

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from muletrain.cli import bench, config, data, generate, probe, train
+from muletrain.cli import bench, config, data, export, generate, probe, train
 from muletrain.spec.errors import InputError, MuleError
 
 EXIT_INTERRUPTED = 130
@@ -77,6 +77,7 @@ def mule(
 
 app.command("train")(train.command)
 app.command("generate")(generate.command)
+app.command("export")(export.command)
 app.command("probe")(probe.command)
 app.add_typer(data.app, name="data")
 app.add_typer(config.app, name="config")

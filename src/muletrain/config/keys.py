@@ -20,7 +20,6 @@ from muletrain.spec.value import Value
 Path = tuple[str, ...]
 
 RESERVED = (
-    "model.adapter",
     "model.quantize",
     "train.objective",
     "precision.matmul",
@@ -61,6 +60,17 @@ ELSEWHERE = {
     "model_name_or_path": "model.source",
     "base_model": "model.source",
     "dataset": "data.source",
+    "lora": "model.adapter",
+    "peft": "model.adapter",
+    "finetuning_type": "model.adapter.kind",
+    "lora_r": "model.adapter.rank",
+    "lora_rank": "model.adapter.rank",
+    "lora_alpha": "model.adapter.alpha",
+    "lora_dropout": "model.adapter.dropout",
+    "lora_target": "model.adapter.targets",
+    "lora_target_modules": "model.adapter.targets",
+    "target_modules": "model.adapter.targets",
+    "use_rslora": "model.adapter.rslora",
 }
 """What other trainers call things."""
 WORDS_ELSEWHERE = {

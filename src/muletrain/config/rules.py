@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from muletrain.spec.recipe import PrecisionSection, RunConfig, ScheduleSection
+from muletrain.spec.recipe import AdapterSection, PrecisionSection, RunConfig, ScheduleSection
 
 ROUNDING = 0.05
 """How far tokens_per_step may be moved to make whole micro-batches, as a share of it."""
@@ -150,6 +150,31 @@ def _waves(config: RunConfig) -> str | None:
     return f"memory.waves: {waves}, but a step has {most} micro-batch(es), and no wave may be empty; at most {most}"
 
 
+def _adapter_unused(config: RunConfig, name: str) -> str | None:
+    adapter = config.model.adapter
+    value = getattr(adapter, name)
+    if adapter.kind != "none" or value == AdapterSection.model_fields[name].default:
+        return None
+    shown = ", ".join(value) if isinstance(value, tuple) else value
+    return f"model.adapter.{name}: {shown}, but model.adapter.kind is none; set model.adapter.kind: lora, or remove it"
+
+
+def _adapter_targets(config: RunConfig) -> str | None:
+    targets = config.model.adapter.targets
+    if "auto" in targets and len(targets) > 1:
+        return "model.adapter.targets: auto is all linear layers of a block; give auto alone, or names alone"
+    return None
+
+
+def _adapter_gradients(config: RunConfig) -> str | None:
+    if config.model.adapter.kind == "none" or config.precision.gradients == "auto":
+        return None
+    return (
+        f"precision.gradients: {config.precision.gradients}, but with model.adapter.kind: lora the only gradients are the "
+        "adapter's, which stay in the masters' format; remove it"
+    )
+
+
 RULES = (
     Rule(("train.steps", "train.epochs"), _length),
     Rule(("train.schedule.warmup_steps", "train.steps"), _warmup),
@@ -164,6 +189,13 @@ RULES = (
     Rule(("precision.gradients", "memory.strategy"), lambda config: _needs_streamed(config, "precision.gradients")),
     Rule(("memory.waves", "memory.strategy"), lambda config: _needs_streamed(config, "memory.waves")),
     Rule(("memory.placement", "memory.strategy"), lambda config: _needs_streamed(config, "memory.placement")),
+    Rule(("model.adapter.rank", "model.adapter.kind"), lambda config: _adapter_unused(config, "rank")),
+    Rule(("model.adapter.alpha", "model.adapter.kind"), lambda config: _adapter_unused(config, "alpha")),
+    Rule(("model.adapter.dropout", "model.adapter.kind"), lambda config: _adapter_unused(config, "dropout")),
+    Rule(("model.adapter.targets", "model.adapter.kind"), lambda config: _adapter_unused(config, "targets")),
+    Rule(("model.adapter.rslora", "model.adapter.kind"), lambda config: _adapter_unused(config, "rslora")),
+    Rule(("model.adapter.targets",), _adapter_targets),
+    Rule(("precision.gradients", "model.adapter.kind"), _adapter_gradients),
     Rule(("train.optimizer.state", "precision.compute"), _fp64_state),
     Rule(("precision.gradients", "precision.compute"), _fp64_gradients),
     Rule(("memory.waves", "train.tokens_per_step", "train.micro_batch", "data.sequence_length"), _waves),

@@ -55,20 +55,20 @@ class Meter:
 
 
 def model_flops_utilisation(
-    shape: ModelShape, sequence_length: int, tokens_per_s: float, workers: int, peak_flops: float
+    shape: ModelShape, sequence_length: int, tokens_per_s: float, workers: int, peak_flops: float, adapter: int = 0
 ) -> float | None:
     """Model FLOPs of the trained tokens over the devices' dense peak. None if no peak is known, or if the result is above 1,
-    which only a wrong peak or clock can give."""
+    which only a wrong peak or clock can give. `adapter`: its parameters, if only those are trained."""
     if peak_flops <= 0:
         return None
-    share = shape.flops_a_token(sequence_length) * tokens_per_s / (workers * peak_flops)
+    share = shape.flops_a_token(sequence_length, adapter) * tokens_per_s / (workers * peak_flops)
     return share if share <= 1 else None
 
 
-def hardware_over_model_flops(shape: ModelShape, sequence_length: int, recompute: bool) -> float:
+def hardware_over_model_flops(shape: ModelShape, sequence_length: int, recompute: bool, adapter: int = 0) -> float:
     """FLOPs that are computed over those that the model needs: recompute runs the forward of blocks twice, not the head's."""
     if not recompute:
         return 1.0
-    total = shape.flops_a_token(sequence_length)
     head = 6.0 * shape.vocab * shape.hidden
-    return 1.0 + (total - head) / 3.0 / total
+    again = (shape.flops_a_token(sequence_length) - head) / 3.0 + 2.0 * adapter
+    return 1.0 + again / shape.flops_a_token(sequence_length, adapter)

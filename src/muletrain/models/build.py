@@ -20,6 +20,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from muletrain.models import attention
 from muletrain.models.causal import CausalModel
+from muletrain.models.lora import add_adapter
 from muletrain.spec.errors import InputError
 from muletrain.spec.plan import ModelPlan
 
@@ -27,11 +28,17 @@ from muletrain.spec.plan import ModelPlan
 def build_on_meta(model: ModelPlan, *, dtype: torch.dtype, loss_chunk: int) -> CausalModel:
     """The plan's model with parameters of `dtype` on the meta device, our attention, training mode.
 
+    If the plan has an adapter it is in the model, and all else is frozen.
+
     Raises InputError for an unknown family or field, and for a family that needs what our attention or loss cannot do.
     """
     config = load_config(model)
     refuse_unsupported(config)
-    return CausalModel(build_hf(config, dtype), loss_chunk)
+    hf = build_hf(config, dtype)
+    if model.adapter.trains:
+        add_adapter(hf, model.adapter)
+        hf.to(dtype)
+    return CausalModel(hf, loss_chunk)
 
 
 def build_hf(config: Any, dtype: torch.dtype) -> Any:

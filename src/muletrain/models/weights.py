@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +23,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from muletrain.models.build import build_hf
-from muletrain.models.causal import CausalModel, parameter_names
+from muletrain.models.causal import CausalModel, canonical_name, parameter_names
+from muletrain.models.lora import base_name, matrix_of
 from muletrain.spec.errors import InputError
 from muletrain.spec.plan import ModelPlan
 
@@ -43,9 +45,13 @@ class WeightSource(Protocol):
 
 def open_weights(model_plan: ModelPlan, model: CausalModel, seed: int) -> WeightSource:
     """The source the plan asks for. Raises InputError where files are absent, incomplete or of other shapes."""
+    adapted = model_plan.adapter.trains
+    source: WeightSource
     if model_plan.weights == "random":
-        return RandomWeights(model.config, seed)
-    return PretrainedWeights(model_plan.source, model.hf)
+        source = RandomWeights(model.config, seed)
+    else:
+        source = PretrainedWeights(model_plan.source, build_hf(model.config, torch.float32) if adapted else model.hf)
+    return AdapterWeights(source, model, seed) if adapted else source
 
 
 class RandomWeights:
@@ -91,6 +97,27 @@ class RandomWeights:
                 rules = module
             chain.append((module, rules))
         return chain[::-1]
+
+
+class AdapterWeights:
+    """A model with an adapter: its base's values, A uniform as peft draws it (Kaiming, a = sqrt 5), B zero."""
+
+    def __init__(self, base: WeightSource, model: CausalModel, seed: int) -> None:
+        self._base, self._seed = base, seed
+        self._shapes = {canonical_name(name): parameter.shape for name, parameter in model.named_parameters()}
+        self.names = tuple(self._shapes)
+        self.unexpected = base.unexpected
+
+    def tensor(self, name: str) -> Tensor:
+        """See WeightSource."""
+        matrix, shape = matrix_of(name), self._shapes[name]
+        if matrix is None:
+            return self._base.tensor(base_name(name))
+        if matrix == "B":
+            return torch.zeros(shape)
+        generator = torch.Generator().manual_seed(_key(self._seed, name))
+        bound = 1.0 / math.sqrt(shape[1])
+        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
 def _key(seed: int, name: str) -> int:

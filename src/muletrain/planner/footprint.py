@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from muletrain.schedule.formats import state_bytes_of
 from muletrain.spec.model_shape import ModelShape
-from muletrain.spec.plan import StreamingPlan
+from muletrain.spec.plan import AdapterPlan, StreamingPlan
 from muletrain.spec.recipe import ComputeDtype, StrategyName
 
 GIB = 2**30
@@ -44,6 +45,7 @@ class Footprint:
     loss_chunk: int
     streaming: StreamingPlan = field(default_factory=StreamingPlan)
     """streamed only."""
+    adapter: AdapterPlan = field(default_factory=AdapterPlan)
 
     @property
     def tokens(self) -> int:
@@ -65,4 +67,32 @@ def block_activations(shape: ModelShape, run: Footprint) -> float:
     """Bytes that one block keeps for the backward of one micro-batch."""
     width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     numbers = 4 * shape.hidden + 2 * width + 2 * kv_width + 3 * shape.ffn
-    return run.bytes_of[1] * numbers * run.tokens * (1.0 if run.compiled else EAGER)
+    whole = run.bytes_of[1] * numbers * run.tokens * (1.0 if run.compiled else EAGER)
+    return whole + _adapter_activations(shape, run)
+
+
+def adapter_state(run: Footprint) -> tuple[float, str]:
+    """(bytes, how) of an adapter and all its training state in one place; streamed keeps its moments as the recipe says."""
+    master, compute = run.bytes_of
+    moments, copy = 2.0 * master, compute if compute < master else 0
+    if run.strategy == "streamed":
+        state = state_bytes_of(run.compute, run.streaming.moments, "master")
+        moments, copy = state.moments, compute if state.own_working else 0
+    each = 2 * master + moments + copy
+    return each * run.adapter.parameters, f"{each:g} bytes x {run.adapter.parameters}: weights, masters, gradients, moments"
+
+
+def exchanged_adapters(run: Footprint) -> tuple[float, str]:
+    """(bytes, how) of the host memory that streamed workers sum an adapter's gradients in."""
+    master = run.bytes_of[0]
+    return master * run.adapter.parameters * run.workers, f"{master} bytes x {run.adapter.parameters} x {run.workers} workers"
+
+
+def _adapter_activations(shape: ModelShape, run: Footprint) -> float:
+    """What the adapters of one block keep beside that: A's output, and with dropout A's input and a byte a number for what
+    was kept of it, as each layer draws its own."""
+    c, adapter = run.bytes_of[1], run.adapter
+    a_token = 0.0
+    for linear in shape.adapted(adapter.targets):
+        a_token += c * adapter.rank + ((c + 1) * linear.inputs if adapter.dropout else 0)
+    return a_token * run.tokens

@@ -8,6 +8,12 @@ m, c: bytes of a number in the master and the compute format; P parameters, B of
   streamed   on a CPU: master, gradient and moments 4m P and working copy c P on the host, two slots of c B (moments and
              gradients less in narrower formats); on a card: streamed.py
 
+With an adapter of A parameters the model is frozen, in the compute format and without any state:
+
+  resident   c P, and the adapter whole: working copy c A (where c < m), master, gradient sums and two moments 4m A
+  zero*      shard c P/N and what is gathered of it, 4m A/N and the adapter gathered
+  streamed   c P on the host and nothing else of it there; the adapter whole on the device
+
 Recomputing keeps h numbers a token a block, and one whole block (footprint.py). Logits: 12 bytes each while a chunk's loss is
 computed (24 in fp64).
 """
@@ -16,7 +22,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from muletrain.planner.footprint import COMMUNICATION_BYTES, CONTEXT_BYTES, HOST_PROCESS_BYTES, Footprint, block_activations
+from muletrain.planner.footprint import (
+    COMMUNICATION_BYTES,
+    CONTEXT_BYTES,
+    HOST_PROCESS_BYTES,
+    Footprint,
+    adapter_state,
+    block_activations,
+    exchanged_adapters,
+)
 from muletrain.planner.streamed import streamed_on_card
 from muletrain.schedule.formats import state_bytes_of
 from muletrain.spec.ledger import Ledger, LedgerItem
@@ -53,6 +67,8 @@ def _item(place: Literal["card", "host"], part: str, size: float, formula: str) 
 
 
 def _states(shape: ModelShape, run: Footprint) -> list[Part]:
+    if run.adapter.trains:
+        return _adapted(shape, run)
     if run.strategy == "resident":
         return _resident(shape, run)
     return _sharded(shape, run)
@@ -84,14 +100,6 @@ def _sharded(shape: ModelShape, run: Footprint) -> list[Part]:
     master, compute = run.bytes_of
     parameters, block, rest, n = shape.parameters, shape.block_parameters, _rest(shape), run.workers
     unit = max(block, rest)
-    if run.strategy == "zero3":
-        gathered: Part = (
-            "parameters",
-            compute * (2 * block + rest),
-            f"{compute} bytes x (2 blocks + embedding and head), gathered",
-        )
-    else:
-        gathered = ("parameters", compute * parameters, f"{compute} bytes x parameters, gathered")
     shard = master * parameters / n
     whole_gradients = run.strategy == "zero1" and run.rounds > 1
     gradients = shard + (master * parameters if whole_gradients else 0)
@@ -99,7 +107,7 @@ def _sharded(shape: ModelShape, run: Footprint) -> list[Part]:
         f" + {master} bytes x parameters until the last micro-batch" if whole_gradients else ""
     )
     return [
-        gathered,
+        _gathered(shape, run),
         ("master", shard, f"{master} bytes x parameters / {n}"),
         ("gradients", gradients, how),
         ("moments", 2 * shard, f"2 x {master} bytes x parameters / {n}"),
@@ -111,7 +119,17 @@ def _sharded(shape: ModelShape, run: Footprint) -> list[Part]:
     ]
 
 
+def _gathered(shape: ModelShape, run: Footprint) -> Part:
+    compute = run.bytes_of[1]
+    if run.strategy != "zero3":
+        return ("parameters", compute * shape.parameters, f"{compute} bytes x parameters, gathered")
+    size = compute * (2 * shape.block_parameters + _rest(shape))
+    return ("parameters", size, f"{compute} bytes x (2 blocks + embedding and head), gathered")
+
+
 def _streamed(shape: ModelShape, run: Footprint) -> list[Part]:
+    if run.adapter.trains:
+        return _frozen_streamed(shape, run)
     master, compute = run.bytes_of
     parameters = shape.parameters
     state = state_bytes_of(run.compute, run.streaming.moments, run.streaming.gradients)
@@ -139,6 +157,41 @@ def _streamed(shape: ModelShape, run: Footprint) -> list[Part]:
         ("moments", state.moments * parameters, f"{state.moments:g} bytes x parameters, both"),
         ("slots", slots, f"{SLOTS} x {compute} bytes x a block's parameters{note}"),
         *rings,
+    ]
+
+
+def _frozen_streamed(shape: ModelShape, run: Footprint) -> list[Part]:
+    """Of all workers together, as above: the model is there once."""
+    compute, n = run.bytes_of[1], run.workers
+    note = f", x {n} workers" if n > 1 else ""
+    state, how = adapter_state(run)
+    shared = exchanged_adapters(run)
+    return [
+        ("parameters", compute * shape.parameters, f"{compute} bytes x parameters, frozen"),
+        ("adapter", state * n, how + note),
+        *([("adapter exchange", *shared)] if n > 1 else []),
+        ("slots", SLOTS * compute * shape.block_parameters * n, f"{SLOTS} x {compute} bytes x a block's parameters{note}"),
+    ]
+
+
+def _adapted(shape: ModelShape, run: Footprint) -> list[Part]:
+    master, compute = run.bytes_of
+    parameters, n = shape.parameters, run.workers
+    if run.strategy == "resident":
+        return [
+            ("parameters", compute * parameters, f"{compute} bytes x parameters, frozen"),
+            ("adapter", *adapter_state(run)),
+        ]
+    adapter = run.adapter.parameters
+    whole = master * adapter if run.strategy == "zero1" and run.rounds > 1 else 0
+    return [
+        _gathered(shape, run),
+        ("shards", compute * parameters / n, f"{compute} bytes x parameters / {n}, frozen"),
+        (
+            "adapter",
+            compute * adapter + whole + 4 * master * adapter / n,
+            f"{4 * master} bytes x {adapter} / {n}, and gathered",
+        ),
     ]
 
 

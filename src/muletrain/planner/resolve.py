@@ -7,6 +7,7 @@ All such problems that can be found together are reported together.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +16,7 @@ from muletrain.catalog.gpus import gpu_peak
 from muletrain.catalog.models import model_names, model_tokenizer
 from muletrain.config.environment import cache_dir
 from muletrain.config.rules import streamed_only, whole_micro_batches
+from muletrain.planner.adapter import plan_adapter
 from muletrain.planner.footprint import Footprint
 from muletrain.planner.placement import budget, choose_device, choose_workers, place
 from muletrain.planner.source import read_model
@@ -47,6 +49,7 @@ def resolve(request: RunConfig, machine: Machine, *, interactive: bool = False, 
     if model is None:
         model, why = read_model(request.model)
         _note(reasons, why)
+    model = model.model_copy(update={"adapter": plan_adapter(request.model.adapter, model, reasons)})
     device, why = choose_device(request.parallel, machine)
     _note(reasons, why)
     workers, why = choose_workers(request.parallel, device, machine)
@@ -61,12 +64,12 @@ def resolve(request: RunConfig, machine: Machine, *, interactive: bool = False, 
     if request.memory.gpu_limit and device == "cpu":
         reasons.append("memory.gpu_limit has no effect: the run is on the CPU (memory.host_limit would)")
     compiled = _compiled(request, device, reasons)
-    run = _footprint(request, device, workers, micro_batches, compiled)
+    run = replace(_footprint(request, device, workers, micro_batches, compiled), adapter=model.adapter)
     placement = place(model.shape, request.memory, run, budget(machine, device, workers, request.memory))
     if placement.strategy != "streamed" and streamed_only(request):
         raise InputError(*_without_streaming(request, placement.strategy))
     reasons += placement.reasons
-    if placement.strategy == "streamed" and request.precision.gradients == "auto":
+    if placement.strategy == "streamed" and request.precision.gradients == "auto" and not model.adapter.trains:
         reasons.append(f"precision.gradients = {_gradients_reason(placement.streaming)}")
     return Plan(
         run_dir=str(Path(request.run_dir).expanduser()),
@@ -175,7 +178,8 @@ def _footprint(request: RunConfig, device: Device, workers: int, micro_batches: 
 
 def _streaming(request: RunConfig, workers: int) -> StreamingPlan:
     """What the recipe decides of it. Several workers sum before they update, which is at the next fetch."""
-    at_once = request.train.clip_norm == 0 and request.precision.compute != "fp16" and workers == 1
+    trained = request.model.adapter.kind == "none"  # an adapter is on the card, and updated at the end of a step
+    at_once = trained and request.train.clip_norm == 0 and request.precision.compute != "fp16" and workers == 1
     gradients = request.precision.gradients
     if gradients == "auto":
         gradients = "bf16" if request.precision.compute == "bf16" else "fp32"

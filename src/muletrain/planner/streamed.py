@@ -8,7 +8,8 @@ Beside those buffers a card holds, for a moment each: one block's activations of
 logits in the compute format (the fused loss turns them into their gradient in place), and the head's gradient, summed over
 chunks in fp32 and rounded once. The allocator rarely makes one out of another, so they are added up: a test holds the sum
 within 5 % of what the driver reported for a 7 B shape on an H200 (docs/LOG.md). With a tied head, each micro-batch of a wave
-keeps the head's gradient until the embedding's is there.
+keeps the head's gradient until the embedding's is there. Under an adapter every unit is frozen, only fetched, and without
+gradient or state anywhere; the adapter stays on the card with all of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Final, Literal
 
-from muletrain.planner.footprint import CONTEXT_BYTES, HOST_PROCESS_BYTES, Footprint, block_activations
+from muletrain.planner.footprint import (
+    CONTEXT_BYTES,
+    HOST_PROCESS_BYTES,
+    Footprint,
+    adapter_state,
+    block_activations,
+    exchanged_adapters,
+)
 from muletrain.schedule.formats import StateBytes, state_bytes_of
 from muletrain.schedule.memory import card_bytes, host_bytes
 from muletrain.schedule.ops import StepShape, StreamPlan, UnitShape
@@ -61,14 +69,15 @@ def stream_plan(shape: ModelShape, run: Footprint) -> StreamPlan:
     streaming, state = run.streaming, _formats(run)
     sizes = unit_parameters(shape)
     last = len(sizes) - 1
-    slices = [_slices(size, streaming.piece, run.workers) for size in sizes]
+    sharing = 1 if run.adapter.trains else run.workers  # frozen units have no gradient to add up or state to share out
+    slices = [_slices(size, streaming.piece, sharing) for size in sizes]
     units = tuple(
         UnitShape(
             parameters=size,
-            trainable=True,
+            trainable=not run.adapter.trains,
             kind=0 if number == 0 else 2 if number == last else 1,
             pieces=tuple(piece for mine in slices[number] for piece in mine),
-            owners=tuple(owner for owner, mine in enumerate(slices[number]) for _ in mine) if run.workers > 1 else (),
+            owners=tuple(owner for owner, mine in enumerate(slices[number]) for _ in mine) if sharing > 1 else (),
             forward_flops_a_token=2.0 * size if number else 0.0,
             kept_bytes_a_token=0,
         )
@@ -89,7 +98,7 @@ def stream_plan(shape: ModelShape, run: Footprint) -> StreamPlan:
         update=streaming.update,
         working_in_master=not state.own_working,
         placement=tuple("card" if number in streaming.on_card else "streamed" for number in range(len(units))),
-        workers=run.workers,
+        workers=sharing,
         ring=streaming.ring,
     )
 
@@ -109,12 +118,16 @@ def traffic_bytes(shape: ModelShape, run: Footprint) -> tuple[int, int]:
     inputs = 0
     if plan.inputs == "host":
         inputs = shape.layers * run.rounds * run.tokens * plan.hidden * plan.working_bytes
-    if run.workers > 1:
+    if plan.workers > 1:
         up, down = _shared_traffic(run, plan, waves)
         return round(up) + inputs, round(down) + inputs
     travels = sum(unit.parameters for number, unit in enumerate(plan.units) if plan.placed(number) != "card")
     in_backward = plan.update == "in_backward"
     fetches, stores = (2 * waves, waves - 1) if in_backward else (2 * waves - 1, waves)
+    if run.adapter.trains:
+        exchanged = round(exchanged_adapters(run)[0]) if run.workers > 1 else 0
+        up = travels * 2 * waves * state.working + inputs
+        return up + exchanged, inputs + exchanged // run.workers
     updates = state.up - (plan.on_card_in_backward_bytes if in_backward else 0)
     up = travels * (updates + fetches * state.working + (waves - 1) * state.gradient)
     return round(up) + inputs, round(travels * (state.down + stores * state.gradient)) + inputs
@@ -162,10 +175,14 @@ def _card(shape: ModelShape, run: Footprint, plan: StreamPlan, step: StepShape) 
         ("hidden gradients", sizes["hidden_gradients"], f"{c} bytes x hidden x {wave} tokens of a wave"),
         ("activations", round(block_activations(shape, run)), f"one block's, {run.tokens} tokens of a micro-batch"),
         ("logits", sizes["logits"], f"{c} bytes x {min(run.loss_chunk, run.tokens)} tokens x {shape.vocab} words"),
-        ("workspace", (wide + (c if c < wide else 0)) * head, f"{wide} bytes x head: its gradient, then rounded"),
         ("context", sizes["context"], "0.5 GiB of CUDA"),
     ]
-    if run.workers > 1:
+    if run.adapter.trains:
+        size, how = adapter_state(run)
+        return _items("card", [*parts, ("adapter", round(size) + _slot_copies(shape, run), how)])
+    rounded = c if c < wide else 0
+    parts.append(("workspace", (wide + rounded) * head, f"{wide} bytes x head: its gradient, then rounded"))
+    if plan.workers > 1:
         parts.append(("parts", sizes["parts"], f"gradients of {run.workers} workers to be summed, of the largest piece, twice"))
     if shape.tied:
         count = wave // run.tokens
@@ -173,11 +190,16 @@ def _card(shape: ModelShape, run: Footprint, plan: StreamPlan, step: StepShape) 
     return _items("card", parts)
 
 
+def _slot_copies(shape: ModelShape, run: Footprint) -> int:
+    """Beside a block's weights in each slot: the block's part of the adapter."""
+    return run.bytes_of[1] * min(SLOTS, shape.layers) * run.adapter.parameters // shape.layers
+
+
 def _host(run: Footprint, plan: StreamPlan, step: StepShape) -> list[LedgerItem]:
     state, sizes, wave = _formats(run), host_bytes(plan, step), step.micro_batches[0]
     rows = max(0, len(plan.units) - 3) if plan.inputs == "host" else 0  # all blocks but the last
     what = "parameters that stream" if run.streaming.on_card else "parameters"
-    each = f", x {run.workers} workers" if run.workers > 1 else ""
+    each, exchanged = f", x {run.workers} workers" if run.workers > 1 else "", exchanged_adapters(run)
     return _items(
         "host",
         [
@@ -191,9 +213,10 @@ def _host(run: Footprint, plan: StreamPlan, step: StepShape) -> list[LedgerItem]
             ("rings", sizes.get("rings", 0), f"{state.gradient} bytes x ({plan.ring} blocks + embedding){each}"),
             (
                 "inputs",
-                sizes["inputs"],
+                sizes["inputs"] * run.workers // plan.workers,
                 f"{plan.working_bytes} bytes x hidden x {wave} tokens of a wave x {rows} blocks{each}",
             ),
+            *([("adapter exchange", round(exchanged[0]), exchanged[1])] if run.adapter.trains and run.workers > 1 else []),
             ("context", HOST_PROCESS_BYTES * run.workers, f"2 GiB: libraries, CUDA's host side{each}"),
         ],
     )

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer
 from transformers.utils.logging import disable_progress_bar
 
 from muletrain.checkpoint.layout import MODEL, latest_complete
+from muletrain.models.adapter_folder import base_of, is_adapter
 from muletrain.spec.errors import InputError
 
 
@@ -59,10 +61,9 @@ def find_model_folder(path: Path, warn: Callable[[str], None]) -> Path:
 
     Raises InputError where there is none.
     """
-    if (path / "config.json").is_file():
-        return path
-    if (path / MODEL / "config.json").is_file():
-        return path / MODEL
+    for folder in (path, path / MODEL):
+        if (folder / "config.json").is_file() or is_adapter(folder):
+            return folder
     if (path / "checkpoints").is_dir():
         newest = latest_complete(path / "checkpoints", warn)
         if newest is not None:
@@ -87,7 +88,7 @@ class Generator:
             self._tokenizer = AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError) as error:
             raise InputError(f"{folder}: its tokenizer cannot be loaded: {error}") from error
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(self._device).eval()
+        self._model = _load(folder, dtype).to(self._device).eval()
 
     @torch.no_grad()
     def complete(self, request: Request, on_text: Callable[[str], None] | None = None) -> Completion:
@@ -138,6 +139,21 @@ class Generator:
         return GenerationConfig(
             max_new_tokens=request.max_tokens, eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0, **sampling
         )
+
+
+def _load(folder: Path, dtype: Any) -> Any:
+    """The model; for an adapter its base, found by the name that the folder gives, with the adapter's matrices in it.
+
+    Through peft itself: Transformers' own way asks for a peft newer than some package indexes have.
+    """
+    if not is_adapter(folder):
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    base = base_of(folder)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder}: the adapter's base, {base}, cannot be loaded: {error}") from error
+    return PeftModel.from_pretrained(model, str(folder)).get_base_model()
 
 
 class _Pieces(TextStreamer):

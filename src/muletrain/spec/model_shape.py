@@ -5,6 +5,15 @@ from __future__ import annotations
 from muletrain.spec.value import Value
 
 
+class Linear(Value):
+    """A linear layer of a block."""
+
+    name: str
+    """Its path in the block, e.g. self_attn.q_proj."""
+    inputs: int
+    outputs: int
+
+
 class ModelShape(Value):
     """A transformer of one row of blocks. All counts are of parameters unless the name says otherwise."""
 
@@ -48,6 +57,8 @@ class ModelShape(Value):
     """A position sees only those before it. False: BERT."""
     window: int = 0
     """Positions that attention looks back on in every block. 0: all."""
+    linears: tuple[Linear, ...] = ()
+    """The linear layers that every block has, in the block's order. Experts are no linear layers."""
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
@@ -81,6 +92,16 @@ class ModelShape(Value):
             seen = window - window * window / (2 * sequence_length)
         return 12 * self.layers * self.attention_width * seen
 
-    def flops_a_token(self, sequence_length: int) -> float:
-        """Model FLOPs of forward and backward for a token: 6 x matmul parameters + attention. Recompute is not counted."""
-        return 6.0 * self.matmul_parameters + self.attention_flops_a_token(sequence_length)
+    def adapted(self, targets: tuple[str, ...]) -> list[Linear]:
+        """The linear layers of a block that `targets` name: by the end of their path, whole words only, as peft does."""
+        return [linear for linear in self.linears if any(f".{linear.name}".endswith(f".{target}") for target in targets)]
+
+    def flops_a_token(self, sequence_length: int, adapter_parameters: int = 0) -> float:
+        """Model FLOPs of forward and backward for a token: 6 x matmul parameters + attention. Recompute is not counted.
+
+        With an adapter the model's matrices are frozen: 4 x, as their own gradients are not computed, and 6 x the adapter's.
+        """
+        attention = self.attention_flops_a_token(sequence_length)
+        if adapter_parameters:
+            return 4.0 * self.matmul_parameters + 6.0 * adapter_parameters + attention
+        return 6.0 * self.matmul_parameters + attention

@@ -12,6 +12,27 @@ from muletrain.spec.value import Value
 SCHEMA_VERSION = 1
 
 
+class AdapterPlan(Value):
+    """What is trained beside a frozen model; kind none: the model itself is."""
+
+    kind: Literal["none", "lora"] = "none"
+    rank: int = 0
+    alpha: float = 0.0
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()
+    """Endings of the names of a block's linear layers, as peft's target_modules."""
+    rslora: bool = False
+    parameters: int = 0
+    """Trained parameters."""
+    base: str = ""
+    """What a saved adapter names as its base: a hub name, or a folder's full path."""
+
+    @property
+    def trains(self) -> bool:
+        """Only the adapter is trained."""
+        return self.kind != "none"
+
+
 class ModelPlan(Value):
     """The model to build."""
 
@@ -21,6 +42,7 @@ class ModelPlan(Value):
     """The Hugging Face config fields (model_type included), overrides applied. Empty: read it from `source` (hub names)."""
     weights: Literal["pretrained", "random"]
     shape: ModelShape
+    adapter: AdapterPlan = AdapterPlan()
 
 
 class DataPlan(Value):

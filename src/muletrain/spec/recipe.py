@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from muletrain.spec.units import Bytes, Count, Length, Positive, Real, parse_count, parse_flag
+from muletrain.spec.units import Bytes, Count, Flag, Length, Positive, Real, parse_count, parse_flag, parse_float
 from muletrain.spec.value import Value
 
 
@@ -39,13 +39,44 @@ def _auto_or_flag(value: Any) -> Any:
         raise ValueError(f"{value!r} is neither auto, on nor off; write auto, true or false") from None
 
 
+def _auto_or_real(value: Any) -> Any:
+    if str(value).strip().lower() == "auto":
+        return "auto"
+    try:
+        number = parse_float(value)
+    except ValueError:
+        raise ValueError(f"{value!r} is neither auto nor a number; write it like auto or 32") from None
+    if number <= 0:
+        raise ValueError(f"{value!r} is too small; it must be more than 0, or auto")
+    return number
+
+
 Name = Annotated[str, Field(min_length=1)]
 Sources = Annotated[tuple[Name, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
 AutoCount = Annotated[int | Literal["auto"], BeforeValidator(_auto_or_count)]
+AutoReal = Annotated[float | Literal["auto"], BeforeValidator(_auto_or_real)]
 AutoFlag = Annotated[bool | Literal["auto"], BeforeValidator(_auto_or_flag)]
 StrategyName = Literal["resident", "zero1", "zero2", "zero3", "streamed"]
 ComputeDtype = Literal["fp32", "bf16", "fp16", "fp64"]
 OptimizerState = Literal["fp32", "bf16", "8bit"]
+
+
+class AdapterSection(Value):
+    """Small trained matrices beside frozen weights, instead of training the whole model."""
+
+    kind: Literal["none", "lora"] = "none"
+    """none: every weight is trained. lora: each target W stays as it is and becomes W + scale x B A, of which A and B are
+    trained (Hu et al. 2021)."""
+    rank: Count = Field(16, ge=1)
+    """Rows of A and columns of B."""
+    alpha: AutoReal = "auto"
+    """The scale is alpha / rank. auto: twice the rank, so the scale is 2."""
+    dropout: Real = Field(0.0, ge=0.0, lt=1.0)
+    """Share of A's inputs that are zeroed in training."""
+    targets: Sources = ("auto",)
+    """Names of the linear layers of a block to adapt, e.g. [q_proj, v_proj]. auto: all of them."""
+    rslora: Flag = False
+    """Scale by alpha / sqrt(rank) instead, which keeps high ranks learning (Kalajdzievski 2023)."""
 
 
 class ModelSection(Value):
@@ -57,6 +88,7 @@ class ModelSection(Value):
     """auto: pretrained where the source has weights, random for a catalogue shape."""
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Fields of the Hugging Face config to change, e.g. {num_hidden_layers: 4}. An unknown field is an error."""
+    adapter: AdapterSection = AdapterSection()
 
 
 class DataSection(Value):

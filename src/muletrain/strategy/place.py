@@ -22,6 +22,12 @@ def place_parameter(name: str, parameter: Tensor, weights: WeightSource, precisi
     return ParameterState(name, master, *moments, working, decayed(parameter))
 
 
+@torch.no_grad()
+def place_frozen(name: str, parameter: Tensor, weights: WeightSource) -> None:
+    """Fills `parameter`, which is never trained, in its own dtype."""
+    parameter.copy_(weights.tensor(name))
+
+
 def by_kind(states: list[ParameterState]) -> dict[str, dict[str, Tensor | Narrow]]:
     """The states' live tensors as Strategy.state_tensors gives them."""
     return {kind: {state.name: getattr(state, field) for state in states} for kind, field in _FIELDS}

@@ -1,8 +1,8 @@
 """resident: everything on the card. One worker, or plain data parallel over several.
 
 The model holds parameters in the compute dtype; where that is bf16 or fp16 a master copy sits beside them and the optimizer
-writes the rounded working copy in the same pass. So no cast of the weights happens in a step. It is also the
-ceiling that the streamed strategy is measured against, with the same model code.
+writes the rounded working copy in the same pass; frozen weights have the working copy alone. So no cast of the weights happens
+in a step. It is also the ceiling that the streamed strategy is measured against, with the same model code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from muletrain.strategy.forward import evaluate, loss_sum
 from muletrain.strategy.gradients import GradientSums
 from muletrain.strategy.materials import Materials
 from muletrain.strategy.parts import StepParts
-from muletrain.strategy.place import by_kind, place_parameter, round_masters
+from muletrain.strategy.place import by_kind, place_frozen, place_parameter, round_masters
 from muletrain.strategy.update import square_norm
 
 
@@ -37,12 +37,16 @@ class ResidentStrategy:
         model = m.model
         model.to(m.precision.compute).to_empty(device=m.device)
         materialize_buffers(model, m.device)
-        named = list(model.named_parameters())
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                place_frozen(canonical_name(name), parameter, m.weights)
         self._states = [place_parameter(canonical_name(name), p, m.weights, m.precision) for name, p in named]
-        blocks = [list(layer.parameters()) for layer in model.layers]
+        blocks = [[p for p in layer.parameters() if p.requires_grad] for layer in model.layers]
         in_blocks = {id(p) for block in blocks for p in block}
         rest = [p for _, p in named if id(p) not in in_blocks]
-        self._sums = GradientSums([*blocks, rest], m.precision.master, m.workers, m.meter)
+        groups = [group for group in (*blocks, rest) if group]
+        self._sums = GradientSums(groups, m.precision.master, m.workers, m.meter)
         self._grads = [self._sums.grads[parameter] for _, parameter in named]
 
     def step(self, micro_batches: Sequence[MicroBatch], context: StepContext) -> StepResult:

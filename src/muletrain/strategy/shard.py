@@ -1,7 +1,8 @@
 """zero1, zero2, zero3: optimizer state, gradients and parameters sharded over the workers, by PyTorch FSDP2.
 
 Parameters live as fp32 (fp64) shards, which are the masters; FSDP gathers them in the compute dtype and sums gradients in
-master precision. Losses are sums over tokens, so its division by the number of workers is turned off.
+master precision. Frozen ones are shards of the compute dtype, gathered like the others, and nothing of theirs is summed. Losses
+are sums over tokens, so FSDP's division by the number of workers is turned off.
 
   zero1  parameters are gathered once a step and kept, gradients are summed locally and scattered with the last micro-batch
   zero2  parameters are kept, gradients are scattered after every micro-batch: no whole gradient is held
@@ -45,14 +46,20 @@ class ShardedStrategy:
         model, device, precision = m.model, m.device, m.precision
         self._kind, self._model, self._device = kind, model, device
         self._random, self._updater, self._meter = m.random, m.updater, m.meter
-        _shard(model.to(precision.master), device, precision, kind, m.meter)
+        model.to(precision.master)
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(precision.compute)
+        _shard(model, device, precision, kind, m.meter)
         model.to_empty(device=device)
         materialize_buffers(model, device)
         self._parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._parameters: list[tuple[str, nn.Parameter]] = []
+        """Those that are trained."""
         for name, parameter in model.named_parameters():
-            self._parameters.append((canonical_name(name), parameter))
-            _load(canonical_name(name), parameter, m.weights, precision)
+            _load(canonical_name(name), parameter, m.weights)
+            if parameter.requires_grad:
+                self._parameters.append((canonical_name(name), parameter))
         self._exp_avg = {name: _zeros(parameter) for name, parameter in self._parameters}
         self._exp_avg_sq = {name: _zeros(parameter) for name, parameter in self._parameters}
 
@@ -162,9 +169,9 @@ def _shard(
 
 
 @torch.no_grad()
-def _load(name: str, parameter: nn.Parameter, weights: WeightSource, precision: Precision) -> None:
+def _load(name: str, parameter: nn.Parameter, weights: WeightSource) -> None:
     assert isinstance(parameter, DTensor)
-    whole = weights.tensor(name).to(parameter.device, precision.master)
+    whole = weights.tensor(name).to(parameter.device, parameter.dtype)
     mine = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
     parameter.to_local().copy_(mine.to_local())
 

@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from torch import Tensor
 
 from muletrain.checkpoint.save import ModelWriter
 from muletrain.data.dataset import open_prepared
 from muletrain.data.stream import TrainingStream
 from muletrain.metrics.events import EventSink
+from muletrain.models.adapter_folder import save_adapter_folder, verify_adapter_folder
 from muletrain.models.build import build_on_meta
 from muletrain.models.export import save_model_folder, verify_model_folder
+from muletrain.models.lora import lora_config
 from muletrain.models.weights import open_weights
 from muletrain.precision.policy import precision_of
 from muletrain.spec.place import WorkerPlace
@@ -71,23 +74,30 @@ def build_parts(plan: Plan, data: Path, device: torch.device) -> Parts:
     model = build_on_meta(plan.model, dtype=compute, loss_chunk=plan.memory.loss_chunk)
     config = model.config
     weights = open_weights(plan.model, model, plan.train.seed)
+    adapter = lora_config(plan.model.adapter, model.hf) if plan.model.adapter.trains else None
     strategy = build_strategy(plan, model, weights, device)
-    return Parts(strategy, stream, prepared.manifest.content, _model_writer(plan, config), weights.unexpected)
+    return Parts(strategy, stream, prepared.manifest.content, _model_writer(plan, config, adapter), weights.unexpected)
 
 
 _EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def _model_writer(plan: Plan, config: Any) -> ModelWriter:
+def _model_writer(plan: Plan, config: Any, adapter: LoraConfig | None) -> ModelWriter:
     source, tokenizer = Path(plan.model.source), Path(plan.data.tokenizer)
+    dtype = _EXPORT_DTYPES[plan.checkpoint.model_dtype]
+    tokenizer_folder = tokenizer if tokenizer.exists() else None
 
     def write(folder: Path, parameters: Iterator[tuple[str, Tensor]]) -> None:
+        if adapter is not None:
+            save_adapter_folder(folder, adapter, parameters, dtype=dtype, tokenizer_folder=tokenizer_folder)
+            verify_adapter_folder(folder, config)
+            return
         save_model_folder(
             folder,
             config,
             parameters,
-            dtype=_EXPORT_DTYPES[plan.checkpoint.model_dtype],
-            tokenizer_folder=tokenizer if tokenizer.exists() else None,
+            dtype=dtype,
+            tokenizer_folder=tokenizer_folder,
             generation_from=source if source.is_dir() else None,
         )
         verify_model_folder(folder)

@@ -107,8 +107,9 @@ def step_event(run: Run, step: Step) -> StepEvent:
     plan, result, progress = run.plan, step.result, run.progress
     speed = 0.0 if result.skipped else result.tokens / step.work_s
     length = plan.data.sequence_length
-    mfu = model_flops_utilisation(plan.model.shape, length, speed, run.workers, plan.parallel.peak_flops)
-    recompute = plan.memory.activations == "recompute"
+    adapter = plan.model.adapter.parameters
+    mfu = model_flops_utilisation(plan.model.shape, length, speed, run.workers, plan.parallel.peak_flops, adapter)
+    over = hardware_over_model_flops(plan.model.shape, length, plan.memory.activations == "recompute", adapter)
     return StepEvent(
         step=progress.update,
         window=progress.window,
@@ -125,7 +126,7 @@ def step_event(run: Run, step: Step) -> StepEvent:
         parts_s=step.parts_s,
         memory_bytes=step.shared.memory_bytes,
         model_flops_utilisation=mfu,
-        hardware_flops_utilisation=mfu * hardware_over_model_flops(plan.model.shape, length, recompute) if mfu else None,
+        hardware_flops_utilisation=mfu * over if mfu else None,
     )
 
 

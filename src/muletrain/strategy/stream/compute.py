@@ -58,6 +58,7 @@ class Compute:
         """The block's raw output; its parameters must be in its slot."""
         slot = self._device.slots[unit]
         assert slot.module is not None
+        self._device.place_adapter(unit)
         slot.module.train(self._model.training)
         random.enter(unit - 1)
         return slot.module(hidden, *call.args, **call.kwargs)
@@ -86,7 +87,7 @@ class Compute:
         if policy == "keep":
             return self._run_keeping(op.unit, hidden, call, work.random)
         saved = Saved()
-        with gathering(saved, (slot.flat, hidden, call.args, call.kwargs)):
+        with gathering(saved, (slot.flat, slot.adapter, hidden, call.args, call.kwargs)):
             output = self._run_keeping(op.unit, hidden, call, work.random)
         self._device.offload.called(op.unit, op.micro_batch, saved)
         return output
@@ -94,16 +95,17 @@ class Compute:
     def _run_keeping(self, unit: int, hidden: Tensor, call: Call, random: KeyedRandom) -> Tensor:
         slot = self._device.slots[unit]
         assert slot.kept is not None and slot.module is not None
+        self._device.place_adapter(unit)
         slot.module.train(self._model.training)
         random.enter(unit - 1)
         return hidden_of(slot.kept(hidden, *call.args, **call.kwargs))
 
     def saved_bytes(self, unit: int, batch: MicroBatch, work: Work) -> int:
         """What a block saves of a micro-batch and may be sent; its parameters must be in its slot."""
-        saved = Saved()
+        saved, slot = Saved(), self._device.slots[unit]
         captured = self._prologue(batch, KeyedRandom(0, enabled=False))
         hidden, call = captured.hidden.detach().requires_grad_(), captured.calls[unit - 1]
-        with gathering(saved, (self._device.slots[unit].flat, hidden, call.args, call.kwargs)):
+        with gathering(saved, (slot.flat, slot.adapter, hidden, call.args, call.kwargs)):
             self._run_keeping(unit, hidden, call, work.random)
         return bytes_of(saved)
 
@@ -143,5 +145,6 @@ class Compute:
                 grads[0] = grads[0] + work.shared.pop(m)
         else:
             x, edge = work.graphs.pop((op.unit, m))
+            self._device.place_adapter(op.unit)
             work.gradients[m], *grads = torch.autograd.grad([edge], [x, *parameters], [work.gradients[m]])
         self._device.add_gradients(op, grads)

@@ -22,6 +22,7 @@ from muletrain.schedule.layout import Layout
 from muletrain.schedule.ops import Op, StreamPlan, index_in
 from muletrain.spec.recipe import OptimizerSection
 from muletrain.strategy.randomness import key
+from muletrain.strategy.stream.adapter import CardAdapter
 from muletrain.strategy.stream.offload import Offload
 from muletrain.strategy.stream.unit import Formats, HostUnit, Take
 
@@ -32,9 +33,11 @@ class Slot:
 
     flat: Tensor
     parameters: list[nn.Parameter]
-    """Views of `flat`, in the layout's order."""
+    """What is trained here, in the layout's order: views of `flat`, or of `adapter` where the unit is frozen."""
     module: nn.Module | None
     """The block that computes here; None for the embedding and the head, which are the model's own modules."""
+    adapter: Tensor | None = None
+    """The block's part of an adapter."""
     kept: Callable[..., Any] | None = None
     """The same block, keeping what backward needs."""
 
@@ -70,8 +73,11 @@ class Device:
         self.shared: list[nn.Parameter] = []
         """The embedding's weight, where the head computes with it."""
         self.pending: Pending | None = None
+        self.adapter: CardAdapter | None = None
+        """What is trained where the units are frozen."""
         self._formats, self._optimizer, self._seed, self.device = formats, optimizer, seed, device
-        most = max((piece.size for unit in units if not unit.on_card for piece in unit.pieces), default=0)
+        moved = [unit for number, unit in enumerate(units) if plan.units[number].trainable and not unit.on_card]
+        most = max((piece.size for unit in moved for piece in unit.pieces), default=0)
         self._staging = [self._stage(most) for _ in range(plan.staging)]
         apart = formats.own_working and plan.workers > 1  # with one worker an update writes them straight into a slot
         working = [
@@ -184,11 +190,21 @@ class Device:
             new = self._staged_working[buffer][: piece.size] if self._staged_working else slot[piece.start : piece.stop]
             unit.working[piece.start : piece.stop].copy_(new, non_blocking=True)
 
+    @torch.no_grad()
+    def place_adapter(self, unit: int) -> None:
+        """A block's part of the adapter beside its weights, on the stream that computes: it is a copy within the device."""
+        slot = self.slots[unit]
+        if self.adapter is not None and slot.adapter is not None:
+            slot.adapter.copy_(self.adapter.working(unit))
+
     # --- gradients --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def add_gradients(self, op: Op, grads: Sequence[Tensor]) -> None:
         """Adds one micro-batch's gradients, in the layout's order, in master precision, to the sum that the op reads."""
+        if self.adapter is not None:
+            self.adapter.add(op.unit, grads, first=op.micro_batch == 0)
+            return
         first = not any(buffer.place == "gradient" for buffer in op.reads)
         flat = self._gradients[index_in(op.writes, "gradient")]
         for segment, grad in zip(self.units[op.unit].layout.segments, grads, strict=True):

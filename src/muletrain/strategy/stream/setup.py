@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from muletrain.models.build import materialize_buffers
 from muletrain.models.causal import CausalModel, canonical_name
-from muletrain.optim.flat import StateFormat, state_bytes
+from muletrain.optim.flat import FlatLayout, StateFormat, state_bytes
 from muletrain.precision.policy import Precision
 from muletrain.schedule.layout import Layout
 from muletrain.schedule.ops import StreamPlan, UnitShape
 from muletrain.spec.plan import StreamingPlan
 from muletrain.strategy.materials import Materials
+from muletrain.strategy.stream.adapter import CardAdapter, FrozenUnit, frozen_bytes
 from muletrain.strategy.stream.arena import HostArena, padded_bytes
 from muletrain.strategy.stream.device import Device, Slot
 from muletrain.strategy.stream.exchange import Exchange, shared_bytes, slice_units
@@ -27,6 +28,7 @@ from muletrain.strategy.stream.shared import Team
 from muletrain.strategy.stream.unit import Formats, HostUnit, kind_of, unit_bytes
 
 Named = list[tuple[str, nn.Parameter]]
+Unit = HostUnit | FrozenUnit
 
 
 @dataclass(frozen=True)
@@ -91,42 +93,82 @@ def assemble(materials: Materials, how: Blocks, streaming: StreamingPlan, seed: 
     state = StateFormat.of(streaming.moments, precision.master, precision.split)
     gradient = precision.master if streaming.gradients == "master" else torch.bfloat16
     formats = Formats(precision, state, gradient)
-    named, blocks, places = _units(model), list(model.layers), _places(model)
-    host = [part for number, part in enumerate(named) if number not in streaming.on_card]
-    stored = streaming.update == "next_fetch" or streaming.waves > 1
-    size = sum(unit_bytes(part, formats, padded_bytes, stored) for part in host)
-    team = Team(materials.worker, materials.workers) if materials.workers > 1 else None
-    if team is None:
-        arena = HostArena(size, register=device.type == "cuda")
-    else:
-        arena = team.map(size + shared_bytes(named, formats, streaming, materials.workers), device.type == "cuda")
-    units = []
-    for number, part in enumerate(named):
-        on_card = number in streaming.on_card
-        take = partial(_on_device, device) if on_card else arena.take
-        units.append(HostUnit(number, part, formats, take, streaming.piece, on_card, stored))
-        if on_card and team:
-            units[-1].gradient = arena.take(units[-1].layout.size, formats.gradient)
-        if team is None or on_card or number % materials.workers == materials.worker:
-            units[-1].fill(materials.weights)
+    blocks, places = list(model.layers), _places(model)
+    held = _hold(materials, formats, streaming, seed)
+    units, adapter, team = held.units, held.adapter, held.team
     plan = _plan(model, units, blocks, formats, streaming)
-    if team:
+    if team and adapter is None:
         plan = slice_units(plan, units, streaming, team)
     stage = Stage(run_layer)
     for number, block in enumerate(blocks):
         model.layers[number] = LayerProxy(stage, number, number == len(blocks) - 1, block)
     model.to_empty(device=device)
     materialize_buffers(model, device)
-    slots = _slots(plan, units, blocks, precision, device, how)
+    slots = _slots(plan, units, blocks, precision, device, how, adapter)
     for number in (0, len(units) - 1):
         slots.insert(number, _outer_slot(model, units[number], device, precision))
     on_device = Device(plan, units, slots, formats, materials.updater.optimizer, seed, device)
-    if model.tied:
+    on_device.adapter = adapter
+    if model.tied and adapter is None:
         on_device.shared = slots[0].parameters[:1]
-    unit_of = {segment.name: unit for unit in units for segment in unit.layout.segments}
+    trains = units if adapter is None else [adapter.unit]
+    unit_of = {segment.name: unit for unit in trains for segment in unit.layout.segments}
     norm_places = [torch.tensor([places[segment.name] for segment in unit.layout.segments], device=device) for unit in units]
-    exchange = Exchange(on_device, team, arena.take, materials.meter, formats) if team else None
-    return Built(on_device, stage, unit_of, norm_places, [arena], exchange)
+    exchange = None
+    if team and adapter is None:
+        exchange = Exchange(on_device, team, held.arena.take, materials.meter, formats)
+    elif team and adapter:
+        adapter.share(team, held.arena.take, materials.meter)
+    return Built(on_device, stage, unit_of, norm_places, [held.arena], exchange)
+
+
+@dataclass
+class _Held:
+    """What a model's parameters became."""
+
+    units: list[Unit]
+    arena: HostArena
+    team: Team | None
+    """The workers of the box, if there are several."""
+    adapter: CardAdapter | None
+    """What is trained, if the units are frozen."""
+
+
+def _hold(materials: Materials, formats: Formats, streaming: StreamingPlan, seed: int) -> _Held:
+    """Maps host memory and fills the units. Of several workers each fills some, for all: others' may not be there yet."""
+    named, worker, workers = _units(materials.model), materials.worker, materials.workers
+    stored = streaming.update == "next_fetch" or streaming.waves > 1
+    here, adapter = partial(_on_device, materials.device), None
+    if any(not parameter.requires_grad for part in named for _, parameter in part):
+        trained = [[pair for pair in part if pair[1].requires_grad] for part in named[1:-1]]
+        named = [[pair for pair in part if not pair[1].requires_grad] for part in named]
+        adapter = CardAdapter(trained, formats, materials.updater.optimizer, seed, streaming.piece, here)
+        adapter.unit.fill(materials.weights)
+        sizes = [frozen_bytes(part, formats.precision.compute, padded_bytes) for part in named]
+        exchanged = adapter.shared_bytes(workers)
+    else:
+        sizes = [unit_bytes(part, formats, padded_bytes, stored) for part in named]
+        exchanged = shared_bytes(named, formats, streaming, workers)
+    size, register = (
+        sum(s for number, s in enumerate(sizes) if number not in streaming.on_card),
+        materials.device.type == "cuda",
+    )
+    team = Team(worker, workers) if workers > 1 else None
+    arena = HostArena(size, register) if team is None else team.map(size + exchanged, register)
+    units: list[Unit] = []
+    for number, part in enumerate(named):
+        on_card = number in streaming.on_card
+        take = here if on_card else arena.take
+        if adapter is not None:
+            units.append(FrozenUnit(number, part, formats.precision.compute, take, on_card))
+        else:
+            unit = HostUnit(number, part, formats, take, streaming.piece, on_card, stored)
+            if on_card and team:
+                unit.gradient = arena.take(unit.layout.size, formats.gradient)
+            units.append(unit)
+        if team is None or on_card or number % workers == worker:
+            units[-1].fill(materials.weights)
+    return _Held(units, arena, team, adapter)
 
 
 def _on_device(device: torch.device, count: int, dtype: torch.dtype) -> Tensor:
@@ -159,7 +201,7 @@ def _units(model: CausalModel) -> list[Named]:
 
 
 def _plan(
-    model: CausalModel, units: Sequence[HostUnit], blocks: Sequence[nn.Module], formats: Formats, streaming: StreamingPlan
+    model: CausalModel, units: Sequence[Unit], blocks: Sequence[nn.Module], formats: Formats, streaming: StreamingPlan
 ) -> StreamPlan:
     up, down = state_bytes(formats.state, formats.gradient)
     working = formats.precision.compute.itemsize
@@ -168,7 +210,7 @@ def _plan(
     shapes = tuple(
         UnitShape(
             parameters=unit.layout.size,
-            trainable=True,
+            trainable=isinstance(unit, HostUnit),
             kind=numbers[kind],
             pieces=tuple(piece.size for piece in unit.pieces),
             forward_flops_a_token=2.0 * unit.layout.size if unit.number else 0.0,
@@ -196,11 +238,12 @@ def _plan(
 
 def _slots(
     plan: StreamPlan,
-    units: Sequence[HostUnit],
+    units: Sequence[Unit],
     blocks: Sequence[nn.Module],
     precision: Precision,
     device: torch.device,
     how: Blocks,
+    adapter: CardAdapter | None,
 ) -> list[Slot]:
     """By block: the slot that it always uses."""
     made: dict[tuple[int, ...], Slot] = {}
@@ -210,16 +253,20 @@ def _slots(
         index = layout.slots[number][0].index[:2]
         if index not in made:
             module = copy.deepcopy(block).to_empty(device=device)
-            slot = _views(module, units[number], f"{_common_prefix(units[number])}", device, precision)
+            prefix = _common_prefix(units[number])
+            slot = _views(module, units[number], prefix, device, precision)
+            slot.module = module
+            if adapter is not None:
+                _adapter_views(slot, adapter, number, prefix)
             materialize_buffers(module, device)
-            kept = how.keep(module)
+            slot.kept = how.keep(module)
             how.prepare(module)
-            made[index] = Slot(slot.flat, slot.parameters, module, kept)
+            made[index] = slot
         slots.append(made[index])
     return slots
 
 
-def _outer_slot(model: CausalModel, unit: HostUnit, device: torch.device, precision: Precision) -> Slot:
+def _outer_slot(model: CausalModel, unit: Unit, device: torch.device, precision: Precision) -> Slot:
     tied = model.tied
     slot = _views(model.hf, unit, "", device, precision)
     if tied and unit.number == 0:
@@ -227,19 +274,32 @@ def _outer_slot(model: CausalModel, unit: HostUnit, device: torch.device, precis
     return slot
 
 
-def _views(module: nn.Module, unit: HostUnit, prefix: str, device: torch.device, precision: Precision) -> Slot:
+def _views(module: nn.Module, unit: Unit, prefix: str, device: torch.device, precision: Precision) -> Slot:
     """Makes the unit's parameters in `module` views of one flat buffer, with version counters of their own."""
     flat = unit.working if unit.on_card else torch.zeros(unit.layout.size, dtype=precision.compute, device=device)
+    trains = isinstance(unit, HostUnit)
+    parameters = _bind(module, unit.layout, flat, prefix, trains)
+    return Slot(flat, parameters if trains else [], None)
+
+
+def _adapter_views(slot: Slot, adapter: CardAdapter, number: int, prefix: str) -> None:
+    """Makes the adapter's parameters in the slot's module views of a buffer that any block's part of it fits in."""
+    assert slot.module is not None
+    slot.adapter = torch.zeros_like(adapter.working(number))
+    slot.parameters = _bind(slot.module, adapter.layouts[number - 1], slot.adapter, prefix, trains=True)
+
+
+def _bind(module: nn.Module, layout: FlatLayout, flat: Tensor, prefix: str, trains: bool) -> list[nn.Parameter]:
     parameters = []
-    for segment in unit.layout.segments:
+    for segment in layout.segments:
         owner, _, leaf = segment.name.removeprefix(prefix).rpartition(".")
-        parameter = nn.Parameter(segment.of(flat).data)
+        parameter = nn.Parameter(segment.of(flat).data, requires_grad=trains)
         setattr(module.get_submodule(owner), leaf, parameter)
         parameters.append(parameter)
-    return Slot(flat, parameters, None)
+    return parameters
 
 
-def _common_prefix(unit: HostUnit) -> str:
+def _common_prefix(unit: Unit) -> str:
     """ "model.layers.3." of a block's parameters: the names up to and with the block's number."""
     parts = unit.layout.segments[0].name.split(".")
     depth = next(n for n, part in enumerate(parts) if part == str(unit.number - 1))

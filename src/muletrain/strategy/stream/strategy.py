@@ -58,7 +58,7 @@ class StreamedStrategy:
         m = materials
         self._model, self._torch_device, self._random = m.model, m.device, m.random
         self._updater, self._meter = m.updater, m.meter
-        self._names = [canonical_name(name) for name, _ in m.model.named_parameters()]
+        self._names = [canonical_name(name) for name, parameter in m.model.named_parameters() if parameter.requires_grad]
         self._built: Built = assemble(materials, blocks, streaming, seed, self._run_layer)
         self._device, self._exchange, self._wave = self._built.device, self._built.exchange, wave
         self._compute = Compute(m.model, self._device, self._built.stage)
@@ -79,9 +79,11 @@ class StreamedStrategy:
         self._run(micro_batches, "train", context.window)
         assert self._decision is not None
         decision, self._decision = self._decision, None
+        if self._device.adapter is not None:  # on the device already, and the norm is known
+            self._device.adapter.update(decision.scalars, context.update)
         parts.end("compute")
         result = self._updater.result(decision, parts.seconds)
-        if not result.skipped and self._device.plan.update == "next_fetch":
+        if not result.skipped and self._device.plan.update == "next_fetch" and self._device.adapter is None:
             self._device.pending = Pending(decision.scalars, context.update)
         return result
 
@@ -180,11 +182,14 @@ class StreamedStrategy:
         work = self._now
         tokens = sum(batch.tokens for batch in work.batches)
         assert self._context is not None
-        norms = self._norms
-        if self._exchange:
-            norms = self._exchange.norms
+        if self._device.adapter is not None:
+            squares = self._device.adapter.square_norm()
+        elif self._exchange:
+            squares = self._exchange.norms.square().sum()
             self._meet()
-        self._decision = self._updater.decide(work.loss_sum, tokens, norms.square().sum(), self._context)
+        else:
+            squares = self._norms.square().sum()
+        self._decision = self._updater.decide(work.loss_sum, tokens, squares, self._context)
 
     def _meet(self) -> None:
         """Before workers exchange a number: what this one has waited for was really there."""
@@ -255,7 +260,7 @@ class StreamedStrategy:
     def loaded(self, scalars: dict[str, Any]) -> None:
         """Takes the scalars back and rounds the masters into the working weights."""
         self._updater.scaler.load(scalars)
-        for unit in self._device.units:
+        for unit in set(self._built.unit_of.values()):
             unit.refresh()
         if self._exchange:
             self._exchange.team.barrier()
