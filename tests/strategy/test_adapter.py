@@ -58,7 +58,8 @@ def test_few_steps_in_other_formats_and_layouts(models: dict[str, ModelPlan], co
     base = Run(models["llama"], compute=compute, rate=1e-2, steps=4)
     resident = train_alone(base)
     results = [train_alone(replace(base, activations="recompute"))]
-    results += [train_alone(replace(base, strategy="streamed", streaming=how)) for how in ({}, {"on_card": (0, 2, 4)})]
+    layouts = ({}, {"on_card": (0, 2, 4)}, {"activations": ("offload", "keep", "recompute"), "waves": 2, "inputs": "host"})
+    results += [train_alone(replace(base, strategy="streamed", streaming=how)) for how in layouts]
     for strategy in ("zero1", "zero2"):
         results += run_workers(1, train, replace(base, strategy=strategy))
     for result in results:
