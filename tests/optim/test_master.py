@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from muletrain.optim.adamw import ParameterState, adamw_update, update_scalars
-from muletrain.optim.master import SplitMaster, join_master, round_to_bfloat16, split_master
+from muletrain.optim.master import SplitMaster, as_bits, join_master, round_master, split_master
 from muletrain.spec.recipe import OptimizerSection
 
 
@@ -83,9 +83,19 @@ def test_into_given_arrays_of_more_than_a_chunk() -> None:
     assert torch.equal(out, values)
 
 
-def test_rounding_alone_gives_the_copy() -> None:
+def test_a_working_copy_is_a_split_masters_hi() -> None:
+    """Ties included: away from zero, where `.bfloat16()` goes to even."""
     values = any_patterns(10_000, 3)
-    assert torch.equal(round_to_bfloat16(values).view(torch.int16), split_master(values).hi.view(torch.int16))
+    ties = (values.view(torch.int32) & -0x10000 | 0x8000).view(torch.float32)
+    ties = ties[~ties.isnan()]
+    for master in (values, ties):
+        copy = torch.empty(master.shape, dtype=torch.bfloat16)
+        round_master(master, as_bits(copy))
+        assert torch.equal(copy.view(torch.int16), split_master(master).hi.view(torch.int16))
+    assert not torch.equal(copy, ties.bfloat16())
+    other = torch.empty(ties.shape, dtype=torch.float16)
+    round_master(ties, as_bits(other))
+    assert torch.equal(other, ties.half())
 
 
 def test_a_thousand_updates_keep_an_fp32_master() -> None:

@@ -17,6 +17,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from muletrain.optim.master import as_bits, round_master
 from muletrain.spec.recipe import OptimizerSection
 
 CPU_CHUNK = 2**16
@@ -109,7 +110,7 @@ def _update(
     for old, fresh in zip((master, exp_avg, exp_avg_sq), new, strict=True):
         old.copy_(torch.where(apply, fresh, old))
     if working is not None:
-        working.copy_(master)
+        round_master(master, working)
 
 
 @cache
@@ -129,7 +130,7 @@ def adamw_update(
         keep = scalars.keep if state.decay else scalars.one
         numbers = (scalars.gradient_scale, scalars.step_size, scalars.inverse_bias2, keep)
         arrays = [t.view(-1) for t in (state.master, grad.contiguous(), state.exp_avg, state.exp_avg_sq)]
-        working = None if state.working is None else state.working.view(-1)
+        working = None if state.working is None else as_bits(state.working.view(-1))
         step = max(1, grad.numel()) if on_gpu else CPU_CHUNK
         for first in range(0, grad.numel(), step):
             part = slice(first, first + step)

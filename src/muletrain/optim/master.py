@@ -66,6 +66,15 @@ def join_master(hi: Tensor, low: Tensor, out: Tensor | None = None) -> Tensor:
     return out
 
 
-def round_to_bfloat16(master: Tensor) -> Tensor:
-    """fp32 -> the bf16 copy that a split master has: ties go away from zero. For strategies that must match its bits."""
-    return split_bits(master)[0].view(torch.bfloat16)
+def as_bits(working: Tensor) -> Tensor:
+    """A bf16 tensor's bit patterns, int16; any other as it is."""
+    return working.view(torch.int16) if working.dtype == torch.bfloat16 else working
+
+
+def round_master(master: Tensor, working: Tensor) -> None:
+    """Writes the working copy of a master into `working` (`as_bits` of it, of the master's shape).
+
+    A bf16 copy is a split master's `hi`, whatever holds the master, so that strategies have equal bits; other types are rounded
+    as PyTorch does. Compiles into the kernel that it is part of; types are viewed outside of it.
+    """
+    working.copy_(split_bits(master)[0] if working.dtype == torch.int16 else master)

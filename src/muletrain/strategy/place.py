@@ -7,6 +7,7 @@ from torch import Tensor
 
 from muletrain.models.weights import WeightSource
 from muletrain.optim.adamw import ParameterState, decayed
+from muletrain.optim.master import as_bits, round_master
 from muletrain.precision.policy import Precision
 from muletrain.strategy.contract import Narrow
 
@@ -15,7 +16,7 @@ from muletrain.strategy.contract import Narrow
 def place_parameter(name: str, parameter: Tensor, weights: WeightSource, precision: Precision) -> ParameterState:
     """Fills `parameter` (compute dtype) from `weights` and makes its master copy and moments beside it, on its device."""
     whole = weights.tensor(name).to(parameter.device, precision.master)
-    parameter.copy_(whole)
+    round_master(whole, as_bits(parameter))
     master = whole if precision.split else parameter.detach()
     moments = torch.zeros_like(master), torch.zeros_like(master)
     working = parameter.detach() if precision.split else None
@@ -41,4 +42,4 @@ def round_masters(states: list[ParameterState]) -> None:
     """Working copies afresh from the masters."""
     for state in states:
         if state.working is not None:
-            state.working.copy_(state.master)
+            round_master(state.master, as_bits(state.working))

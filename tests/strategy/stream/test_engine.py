@@ -12,7 +12,7 @@ import torch
 from muletrain.schedule.ops import Schedule, index_in
 from muletrain.spec.errors import DoesNotFitError
 from muletrain.spec.plan import ModelPlan
-from muletrain.strategy.contract import NonFiniteError
+from muletrain.strategy.contract import Narrow, NonFiniteError
 from muletrain.strategy.stream.arena import HostArena
 from muletrain.strategy.stream.executor import Handler, Threads
 from tests.strategy.runs import Run, advance, batches_of, curve, start, train_alone, worst
@@ -194,6 +194,24 @@ def test_a_thread_that_fails_stops_the_step(models: dict[str, ModelPlan]) -> Non
     strategy._device.units[2].working = torch.zeros(3)  # type: ignore[attr-defined]  # the next fetch of it cannot work
     with pytest.raises(RuntimeError, match="size"):
         advance(strategy, run, 0, 1)
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_split_masters_give_the_resident_bits(models: dict[str, ModelPlan], family: str, compute: str) -> None:
+    """One rule of rounding a master to its working copy, where every weight lies between two bf16 numbers too."""
+    run = Run(models[family], compute=compute, rate=1e-3, steps=3, micro_batch=8)
+    assert _from_ties(replace(run, strategy="streamed", streaming=SMALL)) == _from_ties(run)
+
+
+def _from_ties(run: Run) -> list[tuple[float, float]]:
+    strategy = start(run)
+    for master in strategy.state_tensors()["parameter"].values():
+        values = master.whole() if isinstance(master, Narrow) else master
+        ties = (values.view(torch.int32) & -0x10000 | 0x8000).view(torch.float32)
+        master.write(ties) if isinstance(master, Narrow) else master.copy_(ties)
+    strategy.loaded(strategy.state_scalars())
+    return curve(advance(strategy, run, 0, 3))
 
 
 @pytest.mark.parametrize("moments", ["bf16", "8bit"])
