@@ -141,7 +141,10 @@ def test_without_a_network_one_line_says_how_to_fetch(fake: FakeHub) -> None:
     assert "team/model is not whole on this machine and could not be fetched: Cannot find" in str(caught.value)
     assert "run: hf download team/model; or give a folder" in str(caught.value)
     assert "\n" not in str(caught.value)
-    fake.offline = False
+    fake.refusal = errors.LocalEntryNotFoundError("Got: ConnectError: [Errno -2] Name or service not known\nMore words.")
+    with pytest.raises(InputError, match=r"could not be fetched: \[Errno -2\] Name or service not known\. Where there"):
+        hub.fetch_model("team/model", weights=True)
+    fake.offline, fake.refusal = False, None
     fake.add("team/model", config__json="{}", model__safetensors="w")
     hub.fetch_model("team/model", weights=False)
     fake.offline = True

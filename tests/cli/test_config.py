@@ -57,7 +57,8 @@ def test_show_plan_for_this_box(recipe: Path, monkeypatch: pytest.MonkeyPatch) -
     shown = mule("config", "show", recipe, "--plan", "train.tokens_per_step=8192")
     assert shown.exit_code == 0
     tree = yaml.safe_load(shown.stdout)
-    assert (tree["train"]["micro_batches"], tree["parallel"]) == (4, {"workers": 1, "device": "cpu", "peak_flops": 0.0})
+    assert (tree["train"]["micro_batches"], tree["parallel"]["workers"], tree["parallel"]["device"]) == (4, 1, "cpu")
+    assert "streaming" not in tree["memory"], "it is resident"
     assert "#   parallel.device = cpu: no NVIDIA GPU is visible\n" in shown.stdout
     assert "#   host  moments" in shown.stdout and "of the whole box" in shown.stdout
     plan = Plan.from_json(mule("config", "show", recipe, "--plan", "--json", "train.tokens_per_step=8192").stdout)

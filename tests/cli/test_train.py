@@ -38,18 +38,20 @@ def _quiet(recipe: Path, run_dir: Path, *changes: str) -> int:
 
 def test_a_run_stops_goes_on_elsewhere_and_leaves_a_whole_folder(tmp_path):
     recipe = write_recipe(tmp_path)
-    first = mule("train", recipe, "--stop-after", 3)
+    first = mule("train", recipe, "--stop-after", 3, "model.weights=auto")
     assert first.returncode == EXIT_STOPPED, first.stderr
     assert "plan: " in first.stdout and "data: 40 rows read" in first.stdout and "packing concat at 32" in first.stdout
     assert "saved checkpoints/step-00000003" in first.stdout
-    second = mule("train", recipe, "parallel.workers=3")
+    assert "model.weights = " in first.stdout
+    second = mule("train", recipe, "parallel.workers=3", "model.weights=auto")
     assert second.returncode == EXIT_DONE, second.stderr
     assert "resumes from step-00000003: update 3, window 3" in second.stdout
+    assert "model.weights = " not in second.stdout, "they come from the checkpoint"
     assert "parallel.workers was 2, is now 3: the same updates" in second.stdout
     run = tmp_path / "run"
     names = {"request.yaml", "machine.json", "plan.json", "events.jsonl", "record.json", "checkpoints"}
     assert names <= {child.name for child in run.iterdir()}
-    assert load_recipe(run / "request.yaml") == load_recipe(recipe, ["parallel.workers=3"])
+    assert load_recipe(run / "request.yaml") == load_recipe(recipe, ["parallel.workers=3", "model.weights=auto"])
     assert Plan.load(run / "plan.json").parallel.workers == 3
     assert Machine.load(run / "machine.json").cores >= 1
 

@@ -351,6 +351,6 @@ def test_report_says_it_all(rows_of: Callable[..., Prepared], tokenizer: TextTok
     assert value["schema_version"] == 1 and len(value["first_documents"]) == 2
     pairs = int((np.diff(prepared.documents("train").offsets) - 1).sum())
     assert value["packing"]["trained_tokens"] == pairs
-    assert value["packing"]["fill"] == pytest.approx(pairs / (value["packing"]["rows"] * 32), abs=1e-5)
+    assert value["packing"]["fill"] == pytest.approx(pairs / (value["packing"]["packed_rows"] * 32), abs=1e-5)
     assert value["train"]["documents"] + value["validation"]["documents"] == 40
     assert f"{value['packing']['rows']:,} rows" in report_lines(prepared, 32)[-1]

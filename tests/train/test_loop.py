@@ -81,6 +81,14 @@ def test_N02_a_skipped_step_moves_only_the_position_in_the_data(make_run):
     assert run.meter.tokens == 40
 
 
+@pytest.mark.parametrize(("stop_after", "last"), [(0, 4), (1, 1), (3, 3), (9, 4)])
+def test_the_time_left_is_that_of_the_session(make_run, stop_after, last):
+    run = make_run(Told(), stop_after=stop_after)
+    assert run.last_update == last
+    train(run, [])
+    assert run.progress.update == last
+
+
 def test_many_skips_in_a_row_end_the_run(make_run):
     run = make_run(Told(skips=set(range(1, 200))))
     with pytest.raises(WorkerFailedError, match=f"{MOST_SKIPS} steps in a row were skipped"):
@@ -102,7 +110,7 @@ def test_S02_steps_or_epochs_whichever_ends_first(make_run, steps, epochs, updat
 def test_N03_a_value_that_is_no_number_stops_before_the_update_and_names_the_rows(make_run):
     run = make_run(Told(bad=2))
     witness = Witness()
-    with pytest.raises(WorkerFailedError, match=r"step 3 \(window 2\): the loss is nan.*Rows of this window: 20, 21\."):
+    with pytest.raises(WorkerFailedError, match=r"step 3 \(window 2\): the loss is nan.*Packed rows of this window: 20, 21\."):
         train(run, [witness])
     assert run.progress.update == 2
     assert witness.seen[-1] == ("failed", 2)

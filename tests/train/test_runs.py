@@ -222,7 +222,7 @@ def poison(monkeypatch) -> Callable[[int, int], None]:
 
 def test_N03_nan_stops_the_run_and_good_checkpoints_stay(materials, tmp_path, poison):
     poison(0, 1 + 4 * 4 + 1)
-    with pytest.raises(WorkerFailedError, match=r"step 5 \(window 4\).*Rows of this window: \d+(, \d+){3}\."):
+    with pytest.raises(WorkerFailedError, match=r"step 5 \(window 4\).*Packed rows of this window: \d+(, \d+){3}\."):
         run(materials, make_plan(materials, tmp_path, every=1))
     assert sorted(child.name for child in (tmp_path / "checkpoints").iterdir()) == ["step-00000003", "step-00000004"]
     assert record_of(tmp_path).outcome == "failed"
@@ -233,7 +233,7 @@ def test_N03_nan_stops_the_run_and_good_checkpoints_stay(materials, tmp_path, po
 def test_N04_nan_on_one_worker_is_one_decision_of_all(materials, tmp_path, poison, strategy):
     poison(1, 1 + 2 * 2 + 1)
     start = time.monotonic()
-    with pytest.raises(WorkerFailedError, match=r"step 3 \(window 2\).*Rows of this window: \d+(, \d+){3}\."):
+    with pytest.raises(WorkerFailedError, match=r"step 3 \(window 2\).*Packed rows of this window: \d+(, \d+){3}\."):
         run(materials, make_plan(materials, tmp_path, workers=2, strategy=strategy))
     assert time.monotonic() - start < 30
     assert len(steps_of(tmp_path)) == 2

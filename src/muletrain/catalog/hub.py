@@ -9,10 +9,11 @@ Rejected: passing the name on to Transformers, which fetches while workers wait,
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
-import huggingface_hub  # its parts load when they are used
+import huggingface_hub  # its parts load when they are used: errors and utils with the first download
 
 from muletrain.spec.errors import InputError
 
@@ -88,31 +89,35 @@ def _absent_weights(folder: Path) -> tuple[str, ...]:
 
 def _fetch(name: str, key: str, files: list[str], need: str, revision: str | None = None) -> Path:
     """Fetches those of `files` that the hub has; `need` must be there afterwards. The snapshot's folder."""
-    from huggingface_hub import errors, utils  # noqa: PLC0415 - a quarter of a second, only for what is not cached
-
+    download = huggingface_hub.snapshot_download
     sys.stderr.write(f"{key}: fetching {name} from the hub ({need if len(files) == 1 else 'config, tokenizer'})\n")
     if not sys.stderr.isatty():
-        utils.disable_progress_bars()
+        huggingface_hub.utils.disable_progress_bars()
     try:
-        folder = Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=files))
+        folder = Path(download(name, revision=revision, allow_patterns=files))
         if not (folder / need).is_file():  # the hub has none, or an older snapshot was found where there is no network
             huggingface_hub.hf_hub_download(name, need, revision=folder.name)
-    except errors.HFValidationError:
+    except huggingface_hub.errors.HFValidationError:
         raise InputError(_no_name(key, name)) from None
-    except errors.GatedRepoError:
+    except huggingface_hub.errors.GatedRepoError:
         fix = f"accept its terms at https://huggingface.co/{name}, then run: hf auth login"
         raise InputError(f"{key}: {name} is gated; {fix}") from None
-    except errors.RepositoryNotFoundError:
+    except huggingface_hub.errors.RepositoryNotFoundError:
         raise InputError(f"{key}: the hub has no {name}; check the name, or if it is private run: hf auth login") from None
-    except errors.RemoteEntryNotFoundError:
+    except huggingface_hub.errors.RemoteEntryNotFoundError:
         raise InputError(f"{key}: {name} has no {need} on the hub; {_INSTEAD[need if need in _INSTEAD else _SINGLE]}") from None
     except Exception as error:  # any fault of the network, the hub or the disk: one line and the way round it
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise InputError(
-            f"{key}: {name} is not whole on this machine and could not be fetched: {reason}. "
+            f"{key}: {name} is not whole on this machine and could not be fetched: {_reason(error)}. "
             f"Where there is a network run: hf download {name}; or give a folder"
         ) from None
     return folder
+
+
+def _reason(error: Exception) -> str:
+    """The first line, without the names of classes that the library puts before it ("Got: ConnectError: ...")."""
+    said = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    return re.sub(r"^Got: (\w+: )?", "", said)
 
 
 def _no_name(key: str, name: str) -> str:

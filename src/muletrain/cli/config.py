@@ -94,6 +94,8 @@ def _plan_text(plan: Plan) -> str:
     content = plan.model_dump(mode="json")
     reasons, memory = content.pop("reasons"), content["memory"]
     memory.pop("ledger")
+    if plan.memory.strategy != "streamed":
+        memory.pop("streaming")  # what is in it decides nothing
     lines = [yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)]
     lines.append("# memory\n" + _ledger_text(plan.memory.ledger))
     lines.append("# decided, as the recipe left it open\n" + "".join(f"#   {reason}\n" for reason in reasons))

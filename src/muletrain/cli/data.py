@@ -86,7 +86,7 @@ def inspect(
     rejected: Annotated[int, typer.Option(min=0, help="Rejected rows to list.")] = 20,
     json: Json = False,
 ) -> None:
-    """Say what a data set holds, what was left out and why, and how full its rows are."""
+    """Say what a data set holds, what was left out and why, and how full packed rows are."""
     from muletrain.data.dataset import is_prepared, open_prepared
     from muletrain.data.report import first_documents, report, report_lines
     from muletrain.data.tokenizer import load_tokenizer
@@ -190,7 +190,7 @@ def _length(text: str) -> int:
     except ValueError as error:
         raise InputError(f"--sequence-length: {error}") from None
     if text and length < 1:
-        raise InputError("--sequence-length: a row holds at least 1 token")
+        raise InputError("--sequence-length: a packed row holds at least 1 token")
     return length
 
 

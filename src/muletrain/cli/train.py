@@ -149,6 +149,7 @@ def _stoppable(doing: str) -> Iterator[None]:
 
 def _show(plan: Plan) -> None:
     """The plan in a few lines, and why."""
+    from muletrain.launch.run_folder import has_checkpoints
     from muletrain.spec.units import format_bytes, format_count
 
     shape, ledger = plan.model.shape, plan.memory.ledger
@@ -158,8 +159,10 @@ def _show(plan: Plan) -> None:
         f"{plan.parallel.device} worker{'s' if plan.parallel.workers > 1 else ''}, {plan.precision.compute}, "
         f"{format_count(plan.tokens_per_step)} tokens a step, about {format_bytes(ledger.total(where))} of {where} memory"
     )
+    resumes = has_checkpoints(Path(plan.run_dir))
     for reason in plan.reasons:
-        typer.echo(f"  {reason}")
+        if not (resumes and reason.startswith("model.weights = ")):  # they come from the checkpoint
+            typer.echo(f"  {reason}")
 
 
 def _prepare(plan: Plan, *, quiet: bool) -> Prepared:

@@ -1,5 +1,6 @@
 """What became of the data, for a person and for a program: the report that cannot be missed.
 
+A row is what a file holds, a line or a record; a packed row is what the model is given, documents side by side.
 Everything that was left out is counted here and named by file:line; a count of nothing is not shown, so what is shown matters.
 """
 
@@ -13,7 +14,7 @@ from muletrain.data.pack import Packing, RowTable, row_table
 from muletrain.data.tokenizer import TextTokenizer
 from muletrain.spec.units import format_count
 
-REPORT_SCHEMA_VERSION = 1
+REPORT_SCHEMA_VERSION = 2
 _SHORT_LIST = 5
 _EXCERPT_TOKENS = 256
 _ENOUGH_FOR_VALIDATION = 20
@@ -22,7 +23,7 @@ _ENOUGH_FOR_VALIDATION = 20
 def report_lines(
     prepared: Prepared, sequence_length: int = 0, packing: Packing = "best_fit", rejected: int = _SHORT_LIST
 ) -> list[str]:
-    """The report in a few lines, with the first `rejected` rejected rows. With a sequence length: how full its rows are."""
+    """The report in a few lines, with the first `rejected` rejected rows. With a sequence length: how full packed rows are."""
     manifest = prepared.manifest
     files = f"{manifest.files:,} file{'s' if manifest.files != 1 else ''}"
     lines = [f"data: {manifest.rows:,} rows read from {files}", *_left_out(prepared, rejected)]
@@ -35,7 +36,7 @@ def report_lines(
     lines.append(f"  vocabulary: {manifest.vocabulary_used:,} of {manifest.vocabulary:,} ids occur ({share:.0%})")
     if sequence_length:
         table = row_table(prepared, "train", sequence_length, packing, 0)
-        rows = f"{table.rows:,} rows, {table.pairs:,} trained tokens"
+        rows = f"{table.rows:,} packed rows, {table.pairs:,} trained tokens"
         lines.append(f"  packing {packing} at {sequence_length:,}: {rows}, {table.fill:.1%} full")
     return lines
 
@@ -92,7 +93,7 @@ def report(
 
 
 def _packing(table: RowTable, packing: Packing) -> dict[str, Any]:
-    sizes = {"rows": table.rows, "trained_tokens": table.pairs, "fill": round(table.fill, 6)}
+    sizes = {"packed_rows": table.rows, "trained_tokens": table.pairs, "fill": round(table.fill, 6)}
     return {"kind": packing, "sequence_length": table.sequence_length, **sizes}
 
 

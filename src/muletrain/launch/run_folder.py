@@ -33,8 +33,7 @@ def prepare_run_folder(path: Path, resume: Literal["auto", "never", "require"]) 
     problem = _problem_with(path)
     if problem:
         raise InputError(f"run_dir: {problem}")
-    steps = path / CHECKPOINTS
-    used = steps.is_dir() and any(child.name.startswith("step-") for child in steps.iterdir())
+    used = has_checkpoints(path)
     if used and resume == "never":
         raise InputError(
             f"run_dir: {path} already holds checkpoints and checkpoint.resume=never. Choose another run_dir, or continue this "
@@ -42,6 +41,12 @@ def prepare_run_folder(path: Path, resume: Literal["auto", "never", "require"]) 
         )
     if not used and resume == "require":
         raise InputError(f"run_dir: {path} has no checkpoint to resume from, and checkpoint.resume=require asks for one")
+
+
+def has_checkpoints(path: Path) -> bool:
+    """Whether the run has saved before, complete or not."""
+    steps = path / CHECKPOINTS
+    return steps.is_dir() and any(child.name.startswith("step-") for child in steps.iterdir())
 
 
 def _problem_with(path: Path) -> str | None:

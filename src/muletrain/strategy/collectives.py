@@ -24,27 +24,22 @@ class _TimedWork:
         return getattr(self._work, name)
 
 
-class TimedAllGather(DefaultAllGather):
+class _Timed:
+    """Placed before one of FSDP2's collectives: times what the host waits in it, and for what it started."""
+
+    def __init__(self, meter: CommunicationMeter) -> None:
+        super().__init__()
+        self._meter = meter
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._meter.wait():
+            work = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        return work if work is None else _TimedWork(work, self._meter)
+
+
+class TimedAllGather(_Timed, DefaultAllGather):
     """Gathers a block's parameters."""
 
-    def __init__(self, meter: CommunicationMeter) -> None:
-        super().__init__()
-        self._meter = meter
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._meter.wait():
-            work = super().__call__(*args, **kwargs)
-        return work if work is None else _TimedWork(work, self._meter)
-
-
-class TimedReduceScatter(DefaultReduceScatter):
+class TimedReduceScatter(_Timed, DefaultReduceScatter):
     """Sums a block's gradients over workers, each keeping its shard."""
-
-    def __init__(self, meter: CommunicationMeter) -> None:
-        super().__init__()
-        self._meter = meter
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._meter.wait():
-            work = super().__call__(*args, **kwargs)
-        return work if work is None else _TimedWork(work, self._meter)

@@ -78,7 +78,7 @@ class Console:
 
 def _facts(run: Run, event: StepEvent) -> str:
     mfu = event.model_flops_utilisation or 0.0
-    left = run.meter.remaining_s(run.total_updates - event.step)
+    left = run.meter.remaining_s(run.last_update - event.step)
     shown = [
         f"loss {event.loss:.4f}" if event.loss is not None else "",
         f"norm {event.grad_norm:.3g}" if event.grad_norm is not None else "",

@@ -90,6 +90,11 @@ class Run:
         return min(train.steps, by_epochs) if train.steps and by_epochs else train.steps or by_epochs
 
     @property
+    def last_update(self) -> int:
+        """Where this session ends: the run's end, or earlier with `stop_after`."""
+        return min(self.total_updates, self.started_at + self.stop_after) if self.stop_after else self.total_updates
+
+    @property
     def finished(self) -> bool:
         """Enough updates, or enough passes over the data, whichever came first."""
         train, progress = self.plan.train, self.progress
@@ -193,8 +198,8 @@ def _not_finite(run: Run, batches: Sequence[MicroBatch], error: NonFiniteError) 
         rows = [row for part in gathered for row in part]
     return (
         f"step {run.progress.update + 1} (window {run.progress.window}): {error}. The step was not applied and no checkpoint "
-        f"was touched. Rows of this window: {', '.join(map(str, sorted(set(rows))))}. Look at them with mule data inspect; "
-        "a lower train.optimizer.learning_rate or more train.schedule.warmup_steps helps if the loss was rising before"
+        f"was touched. Packed rows of this window: {', '.join(map(str, sorted(set(rows))))}. Look at them with mule data "
+        "inspect; a lower train.optimizer.learning_rate or more train.schedule.warmup_steps helps if the loss was rising before"
     )
 
 
