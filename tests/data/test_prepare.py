@@ -348,9 +348,9 @@ def test_T02_T12_each_document_ends_once(tmp_path: Path, plan: Plans) -> None:
 def test_report_says_it_all(rows_of: Callable[..., Prepared], tokenizer: TextTokenizer) -> None:
     prepared = rows_of(40, validation_fraction=0.2)
     value = json.loads(json.dumps(report(prepared, 32, "best_fit", tokenizer, 2)))
-    assert value["schema_version"] == 1 and len(value["first_documents"]) == 2
+    assert value["schema_version"] == 2 and len(value["first_documents"]) == 2
     pairs = int((np.diff(prepared.documents("train").offsets) - 1).sum())
     assert value["packing"]["trained_tokens"] == pairs
     assert value["packing"]["fill"] == pytest.approx(pairs / (value["packing"]["packed_rows"] * 32), abs=1e-5)
     assert value["train"]["documents"] + value["validation"]["documents"] == 40
-    assert f"{value['packing']['rows']:,} rows" in report_lines(prepared, 32)[-1]
+    assert f"{value['packing']['packed_rows']:,} packed rows" in report_lines(prepared, 32)[-1]
