@@ -49,7 +49,7 @@ def test_D01_prepare_names_what_it_left_out(folder: Path) -> None:
 def test_prepare_in_the_cache_and_as_json(folder: Path) -> None:
     arguments = ("texts", "--tokenizer", "tok", "--validation-fraction", "0.3", "--processes", "2", "--json")
     value = json.loads(mule(folder, "data", "prepare", *arguments).stdout)
-    assert value["schema_version"] == 1 and value["folder"].startswith(str(folder / "cache"))
+    assert value["schema_version"] == 2 and value["folder"].startswith(str(folder / "cache"))
     assert value["train"]["documents"] + value["validation"]["documents"] == 30 and value["validation"]["documents"] > 0
 
 
