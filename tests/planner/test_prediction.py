@@ -88,3 +88,17 @@ def test_a_step_without_pauses_computes_as_power_lets_it() -> None:
     waiting = predict(streamed, machine)
     assert waiting.time_s["waiting"] > 0.5 * waiting.step_s
     assert waiting.time_s["matmul"] == compute_time(streamed.model.shape, footprint(streamed), speed).matmul_s
+
+
+def test_workers_share_what_they_have_one_of() -> None:
+    """Three workers: on three cards each has its own, on one they take turns."""
+    keys = {"parallel.workers": 3, "train.micro_batch": 1, "train.tokens_per_step": 512 * 9}
+    keys |= {"memory.strategy": "streamed", "precision.compute": "bf16"}
+    three = box(H200, H200, H200, host_gib=512)
+    plan = resolve(request(keys), three)
+    apart, turns = predict(plan, three), predict(plan, MACHINE)
+    assert apart.tokens == turns.tokens == 512 * 9
+    speed = speed_of(MACHINE, "bf16")
+    assert apart.time_s["matmul"] == compute_time(plan.model.shape, footprint(plan), speed).matmul_s
+    assert turns.time_s["matmul"] == pytest.approx(3 * apart.time_s["matmul"])
+    assert 1.2 * apart.step_s < turns.step_s < 3.1 * apart.step_s  # starting operations takes each its own host's time

@@ -6,7 +6,8 @@ import pytest
 
 from muletrain.planner.speed import speed_of, with_rates
 from muletrain.spec.errors import InputError
-from tests.planner.boxes import H200, RTX_4090, T4, box, measured_box
+from muletrain.spec.machine import LinksTogether
+from tests.planner.boxes import H200, RTX_4090, T4, box, measured_box, one
 
 
 def test_measured_rates_win_and_each_card_has_its_own_link() -> None:
@@ -79,3 +80,18 @@ def test_what_is_neither_measured_nor_known_is_told() -> None:
         speed_of(box(), "fp32")
     with pytest.raises(InputError, match="NVIDIA H200 of box was measured in bf16, fp32, not in fp16"):
         speed_of(measured_box(H200, device=H200.name), "fp16")
+
+
+def test_cards_share_the_way_through_host_memory() -> None:
+    machine = measured_box(H200, H200, device=H200.name)
+    assert machine.measured is not None
+    both = LinksTogether(up=one(8.0), down=one(40.0), both=one(12.0))
+    machine = machine.model_copy(update={"measured": machine.measured.model_copy(update={"together": both})})
+    alone = speed_of(machine, "bf16", 1)
+    found = alone.among(2, machine)
+    assert found.link is not None and found.link.rates == (4.0, 6.0, 6.0)
+    assert found.products == alone.products
+    turns = alone.among(4, machine)  # two a card
+    assert turns.link is not None and turns.link.rates == (1.0, 3.0, 1.5)
+    assert turns.product_s(64, 64, 64) == pytest.approx(2 * alone.product_s(64, 64, 64))
+    assert turns.memory_bytes_s == alone.memory_bytes_s / 2

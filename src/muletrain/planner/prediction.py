@@ -3,7 +3,8 @@
 From the Plan that the run is made of and the rates of the box, measured or from the catalogue; nothing of the run itself. The
 bound is what no order of a streamed step's ops can beat (schedule.solve.least_s): all its arithmetic, or all its transfers, or
 the updates before all that waits for them, without any overhead. A step that leaves the card pauses computes faster than one
-that does not (Speed.busy): the share of the time that compute takes is found by simulating twice.
+that does not (Speed.busy): the share of the time that compute takes is found by simulating twice. Of several workers the one
+with the most micro-batches is simulated, the others keeping pace.
 """
 
 from __future__ import annotations
@@ -69,18 +70,17 @@ def footprint(plan: Plan) -> Footprint:
 
 
 def predict(plan: Plan, machine: Machine) -> Prediction:
-    """Of resident runs of one worker and streamed ones, whose workers each have a link of their own and keep pace. Raises
-    InputError for any other, or where rates are not known."""
+    """Of resident runs of one worker and streamed ones of any number. Raises InputError for others, or without rates."""
     run, shape = footprint(plan), plan.model.shape
-    predicted = run.strategy == "streamed" and run.device == "cuda"
-    if not predicted and (run.workers > 1 or run.strategy not in ("resident", "streamed")):
+    streamed = run.strategy == "streamed" and run.device == "cuda"
+    if not streamed and (run.workers > 1 or run.strategy not in ("resident", "streamed")):
         raise InputError(
-            f"memory.strategy: the time of {run.strategy} on {run.workers} workers is not predicted; "
-            "streamed on GPUs is, and resident and streamed with parallel.workers: 1 are"
+            f"memory.strategy: the time of {run.strategy} on {run.workers} workers is not predicted; streamed on GPUs is, and "
+            "resident and streamed with parallel.workers: 1 are"
         )
     speed = speed_of(machine if run.device == "cuda" else machine.model_copy(update={"gpus": ()}), run.compute)
-    if run.strategy == "streamed" and run.device == "cuda":
-        return _streamed(plan, run, speed)
+    if streamed:
+        return _streamed(plan, run, speed if run.workers == 1 else speed.among(run.workers, machine))
     parts = compute_time(shape, run, speed.busy(1.0))
     update_s = optimizer_s(shape.parameters, run, speed)
     step_s = parts.total_s + update_s

@@ -42,6 +42,11 @@ class Link:
     both: float
     copy_s: float
 
+    @property
+    def rates(self) -> tuple[float, float, float]:
+        """Up, down, both."""
+        return self.up, self.down, self.both
+
 
 @dataclass(frozen=True)
 class Speed:
@@ -69,16 +74,30 @@ class Speed:
                 part = min(1.0, (share - before[0]) / (there[0] - before[0]))
                 factor = before[1] + part * (there[1] - before[1])
             before = there
-        return (
-            self
-            if factor == 1.0
-            else replace(
-                self,
-                products=_scaled(self.products, factor),
-                attention_forward=_scaled(self.attention_forward, factor),
-                attention_backward=_scaled(self.attention_backward, factor),
-            )
+        return self if factor == 1.0 else self._computing(factor)
+
+    def _computing(self, factor: float) -> Speed:
+        return replace(
+            self,
+            products=_scaled(self.products, factor),
+            attention_forward=_scaled(self.attention_forward, factor),
+            attention_backward=_scaled(self.attention_backward, factor),
         )
+
+    def among(self, workers: int, machine: Machine) -> Speed:
+        """Of one of `workers` that run at once: links share their way through host memory where that was measured, and where
+        there are fewer cards than workers, these take turns on them."""
+        together = machine.measured.together if machine.measured else None
+        link = self.link
+        if link is not None and together is not None:
+            up, down, both = (min(own, of_all.median / workers) for own, of_all in zip(link.rates, together.rates, strict=True))
+            link = Link(up, down, both, link.copy_s)
+        turns = -(-workers // max(1, len(machine.gpus)))
+        if turns == 1:
+            return replace(self, link=link)
+        if link is not None:
+            link = Link(link.up / turns, link.down / turns, link.both / turns, link.copy_s)
+        return replace(self._computing(1 / turns), memory_bytes_s=self.memory_bytes_s / turns, link=link)
 
     def product_s(self, m: int, k: int, n: int) -> float:
         """Seconds of an m x k by k x n product."""
@@ -128,12 +147,7 @@ def with_rates(speed: Speed, *, product_flops_s: float = 0.0, link_bytes_s: floa
     """`speed` with another product rate for all shapes, attention in proportion, and another link, the same each way."""
     if product_flops_s:
         by = product_flops_s / max(rate for _, rate in speed.products)
-        speed = replace(
-            speed,
-            products=(((1, 1, 1), product_flops_s),),
-            attention_forward=_scaled(speed.attention_forward, by),
-            attention_backward=_scaled(speed.attention_backward, by),
-        )
+        speed = replace(speed._computing(by), products=(((1, 1, 1), product_flops_s),))
     if link_bytes_s:
         both = 2 * DUPLEX_SHARE * link_bytes_s
         speed = replace(speed, link=Link(link_bytes_s, link_bytes_s, both, speed.link.copy_s if speed.link else COPY_S))

@@ -106,6 +106,11 @@ class LinksTogether(Value):
     down: Sample
     both: Sample
 
+    @property
+    def rates(self) -> tuple[Sample, Sample, Sample]:
+        """Up, down, both."""
+        return self.up, self.down, self.both
+
 
 class PeerRates(Value):
     """From one card to another."""
