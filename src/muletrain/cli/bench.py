@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -44,7 +44,9 @@ def scaling(
     if (recipe is None) == (not runs):
         raise InputError("mule bench scaling: give a recipe to run, or --runs with folders of runs that have ended (not both)")
     if recipe is not None:
-        folder, folders, drop = _measure(recipe, overrides or [], _counts(workers), steps, output, quiet=json)
+        folder, folders, drop = _measure(
+            recipe, overrides or [], sorted(set(_numbers("--workers", workers))), steps, output, quiet=json
+        )
         table = table_of(folders, drop)
     else:
         folders = runs or []
@@ -54,15 +56,6 @@ def scaling(
         typer.echo(table.to_json(), nl=False)
     else:
         typer.echo("\n" + markdown(table) + f"\nsaved: {paths[0]}, {paths[1]}")
-
-
-def _counts(text: str) -> list[int]:
-    from muletrain.spec.errors import InputError
-
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) for word in words):
-        raise InputError(f"--workers: {text!r} is no list of worker counts; write it like 1,2,4")
-    return sorted({int(word) for word in words})
 
 
 def _measure(
@@ -87,6 +80,58 @@ def _measure(
         return train(load_recipe(recipe, own), stop_after=steps + drop, profile_steps=profiled, measure_only=True)
 
     return folder, measure(start, counts, folder), drop
+
+
+@app.command()
+def simulate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A catalogue name, e.g. deepseek-llm-7b.", show_default=False)],
+    gpu: Annotated[str, typer.Option(help="The card, by its catalogue name.")] = "RTX 4090",
+    cards: Annotated[str, typer.Option(help="Numbers of cards, e.g. 1,3.")] = "1",
+    tokens: Annotated[str, typer.Option(help="Tokens a step over all cards, e.g. 8192,65536.")] = "8192,16384,65536",
+    sequence: Annotated[int, typer.Option(min=1, help="Tokens in a row.")] = 4096,
+    moments: Annotated[str, typer.Option(help="Formats of optimizer moments: fp32, bf16, 8bit.")] = "bf16",
+    clip: Annotated[bool, typer.Option(help="Clip by the global norm, so that updates wait for the next step.")] = True,
+    ram: Annotated[str, typer.Option(help="Host memory.")] = "128GiB",
+    product: Annotated[float, typer.Option(help="TFLOP/s of large products; 0: the catalogue's.")] = 0.0,
+    link: Annotated[float, typer.Option(help="GB/s from host to card and back, each way; 0: the catalogue's.")] = 0.0,
+    host_bandwidth: Annotated[float, typer.Option(help="GB/s that host memory moves over all links; 0: no limit.")] = 0.0,
+    reference: Annotated[float, typer.Option(help="Published tokens/s of one card to compare with.")] = 0.0,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+) -> None:
+    """Simulate full-parameter streamed training on cards that are not at hand. Nothing is run."""
+    from muletrain.bench.streaming import SimulatedTable, cards_of, markdown, points
+    from muletrain.catalog.families import model_shape
+    from muletrain.catalog.models import model_config
+    from muletrain.spec.units import parse_bytes
+
+    shape = model_shape(model_config(model), model)
+    box = cards_of(gpu, parse_bytes(ram), product * 1e12, link * 1e9, host_bandwidth * 1e9)
+    steps, counts = _numbers("--tokens", tokens), _numbers("--cards", cards)
+    found = points(shape, box, steps, counts, _moments(moments), sequence, clip)
+    table = SimulatedTable(model=model, gpu=gpu, sequence=sequence, rates=box.speed.source, points=tuple(found))
+    typer.echo(table.to_json() if json else markdown(table, reference), nl=False)
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    from muletrain.spec.errors import InputError
+
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise InputError(f"{option}: {text!r} is no list of whole numbers; write it like 1,3")
+    return [int(word) for word in words]
+
+
+def _moments(text: str) -> list[Any]:
+    from typing import get_args
+
+    from muletrain.spec.errors import InputError
+    from muletrain.spec.recipe import OptimizerState
+
+    words = [word.strip() for word in text.split(",")]
+    unknown = [word for word in words if word not in get_args(OptimizerState)]
+    if unknown:
+        raise InputError(f"--moments: {unknown[0]!r} is not one of {', '.join(get_args(OptimizerState))}")
+    return words
 
 
 @app.command()

@@ -148,9 +148,12 @@ def with_rates(speed: Speed, *, product_flops_s: float = 0.0, link_bytes_s: floa
     if product_flops_s:
         by = product_flops_s / max(rate for _, rate in speed.products)
         speed = replace(speed._computing(by), products=(((1, 1, 1), product_flops_s),))
+        speed = replace(speed, source=f"{speed.source}; products at {product_flops_s / 1e12:g} TFLOP/s")
     if link_bytes_s:
         both = 2 * DUPLEX_SHARE * link_bytes_s
-        speed = replace(speed, link=Link(link_bytes_s, link_bytes_s, both, speed.link.copy_s if speed.link else COPY_S))
+        link = Link(link_bytes_s, link_bytes_s, both, speed.link.copy_s if speed.link else COPY_S)
+        source = f"{speed.source}; link {link_bytes_s / 1e9:g} GB/s each way, {both / 1e9:g} both"
+        speed = replace(speed, link=link, source=source)
     return speed
 
 
