@@ -305,9 +305,10 @@ def test_torchrun_decides_the_number_of_workers(shared):
 
 
 def test_torchrun_workers_run_in_its_processes(tmp_path, shared):
+    """Streamed, so that they share host memory too."""
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", *command()]
     run = subprocess.run(
-        [*line, "train", str(shared), f"run_dir={tmp_path}", "train.steps=2"],
+        [*line, "train", str(shared), f"run_dir={tmp_path}", "train.steps=2", "memory.strategy=streamed"],
         capture_output=True,
         text=True,
         timeout=150,

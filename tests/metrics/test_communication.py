@@ -61,6 +61,16 @@ def test_only_device_kernels_count_and_nccl_is_known_by_name():
     assert exposed_and_overlapped(compute, communication) == (1.0, 0.5)
 
 
+def test_copies_are_communication_where_workers_meet_in_host_memory():
+    def event(name, start, end):
+        return SimpleNamespace(name=name, device_type="DeviceType.CUDA", time_range=SimpleNamespace(start=start, end=end))
+
+    names = ["Memcpy HtoD (Pinned -> Device)", "Memcpy DtoH (Device -> Pinned)", "Memcpy DtoD (Device -> Device)", "gemm"]
+    events = [event(name, start * 1_000_000, start * 1_000_000 + 1_000_000) for start, name in enumerate(names)]
+    assert device_intervals(events, copies=True) == ([(2.0, 3.0), (3.0, 4.0)], [(0.0, 1.0), (1.0, 2.0)])
+    assert device_intervals(events) == ([(0.0, 1.0), (1.0, 2.0), (2.0, 3.0), (3.0, 4.0)], [])
+
+
 def test_meter_counts_nested_waits_once_and_survives_an_error():
     meter = CommunicationMeter()
     with meter.wait(), meter.wait():

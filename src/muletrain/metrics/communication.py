@@ -69,13 +69,18 @@ def exposed_and_overlapped(compute: Iterable[Interval], communication: Iterable[
     return total - overlapped, overlapped
 
 
-def device_intervals(events: Iterable[Any]) -> tuple[list[Interval], list[Interval]]:
-    """(compute, communication) intervals in seconds from torch.profiler's `events()`: device work only, NCCL's by its name."""
+def device_intervals(events: Iterable[Any], *, copies: bool = False) -> tuple[list[Interval], list[Interval]]:
+    """(compute, communication) intervals in seconds from torch.profiler's `events()`: device work only, NCCL's by its name.
+
+    `copies`: what workers exchange goes through host memory, so copies between host and device are communication.
+    """
     compute: list[Interval] = []
     communication: list[Interval] = []
     for event in events:
         if not str(event.device_type).endswith("CUDA"):
             continue
         interval = (event.time_range.start * 1e-6, event.time_range.end * 1e-6)
-        (communication if "nccl" in event.name.lower() else compute).append(interval)
+        name = event.name.lower()
+        between = "nccl" in name or (copies and ("memcpy htod" in name or "memcpy dtoh" in name))
+        (communication if between else compute).append(interval)
     return compute, communication

@@ -35,18 +35,18 @@ class CommunicationProfile(HookBase):
         if self._profiler is not None:
             self._left -= 1
             if self._left == 0:
-                self._finish()
+                self._finish(copies=run.plan.memory.strategy == "streamed")
         elif self._left and run.meter.steps >= _PROFILE_FIRST:
             self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
             self._profiler.start()
             torch.cuda.synchronize()
             self._started = time.perf_counter()
 
-    def _finish(self) -> None:
+    def _finish(self, *, copies: bool) -> None:
         torch.cuda.synchronize()
         seconds = time.perf_counter() - self._started
         self._profiler.stop()
-        exposed, overlapped = exposed_and_overlapped(*device_intervals(self._profiler.events()))
+        exposed, overlapped = exposed_and_overlapped(*device_intervals(self._profiler.events(), copies=copies))
         self.exposed, self.overlapped = exposed / seconds, overlapped / seconds
         self._profiler = None
 
