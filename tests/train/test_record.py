@@ -40,10 +40,10 @@ def test_shares_come_from_the_steps_asked_for_after_the_first_ones(monkeypatch):
     monkeypatch.setattr(torch.profiler, "profile", lambda **_: Profiler())
     monkeypatch.setattr(record, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     profile = CommunicationProfile(2)
-    profiled = []
+    profiled, plan = [], SimpleNamespace(memory=SimpleNamespace(strategy="zero3"))
     for step in range(1, 9):
         profiled.append(Profiler.running)
-        profile.after_step(SimpleNamespace(meter=SimpleNamespace(steps=step)), None)  # type: ignore[arg-type]
+        profile.after_step(SimpleNamespace(meter=SimpleNamespace(steps=step), plan=plan), None)  # type: ignore[arg-type]
     assert profiled == [False, False, False, True, True, False, False, False]
     assert (profile.exposed, profile.overlapped) == (pytest.approx(0.1), pytest.approx(0.4))
     assert Profiler.started == 1
