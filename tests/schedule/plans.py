@@ -67,6 +67,7 @@ def random_case(seed: int) -> tuple[StreamPlan, StepShape]:
         activations=tuple(draw.choice(["recompute", "keep", "offload"]) for _ in units),
         recompute_factor=draw.choice([1.0, 0.9]),
         offload_buffers=draw.randint(1, 3),
+        offload_every=random.Random(seed).choice([1, 1, 2, 3]),
         placement=draw.choice([(), (), tuple(draw.choice(["streamed", "parameters", "card"]) for _ in units)]),
     )
     mode = draw.choice(["train", "train", "train", "evaluate", "flush"])

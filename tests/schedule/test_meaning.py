@@ -126,7 +126,7 @@ def reference(plan: StreamPlan, step: StepShape) -> Memory:
             for m in wave:
                 key = (u, m, used[u], hidden[m][u])
                 above = () if u == head else (carried[m],)
-                keeps = u != head and plan.activations[u] != "recompute"
+                keeps = u != head and plan.policy(u, m) != "recompute"
                 carried[m] = hash(("backward", key, above, (hash(("kept", key)),) if keeps else ()))
                 if u == head:
                     sums = hash((sums, "epilogue", carried[m]))

@@ -49,16 +49,16 @@ def test_evaluation_has_no_gradients() -> None:
 
 def test_a_frozen_unit_has_no_gradient_of_its_own() -> None:
     units = (unit(0), unit(1, trainable=False), unit(2))
-    assert backward_s(plan(units=units), 1, 8, BY_UNIT) == 8 * (3 + 0.75)
+    assert backward_s(plan(units=units), 1, 0, 8, BY_UNIT) == 8 * (3 + 0.75)
 
 
 def test_without_seconds_flops_count() -> None:
     """A unit of 20 FLOPs a token at 10 a second: 2 s a token forward, twice that back, 0.9 of it again."""
     chosen = plan(1, recompute_factor=0.9)
-    assert backward_s(chosen, 1, 8, SIMPLE) == pytest.approx(8 * (4 + 1.8))
+    assert backward_s(chosen, 1, 0, 8, SIMPLE) == pytest.approx(8 * (4 + 1.8))
     schedule = build(chosen, step(8))
     back = next(op for op in schedule.ops if op.kind == "backward" and op.unit == 1)
-    assert alone_s(back, schedule, SIMPLE) == pytest.approx(backward_s(chosen, 1, 8, SIMPLE))
+    assert alone_s(back, schedule, SIMPLE) == pytest.approx(backward_s(chosen, 1, 0, 8, SIMPLE))
 
 
 def test_rates_of_another_model_are_told() -> None:

@@ -22,9 +22,10 @@ def command(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
 ) -> None:
     """Continue a prompt with a trained model."""
-    from muletrain.config.environment import limit_spinning
+    from muletrain.config.environment import expand_segments, limit_spinning
 
     limit_spinning()
+    expand_segments()
     from muletrain.serve.generate import Generator, Request, find_model_folder
 
     request = Request(prompt, max_tokens, temperature, top_p, seed)

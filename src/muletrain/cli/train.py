@@ -50,10 +50,11 @@ def command(
 
 def train(request: RunConfig, *, stop_after: int = 0, profile_steps: int = 0, measure_only: bool = False) -> int:
     """A whole session; its exit code. `measure_only`: neither evaluates nor saves. Raises MuleError."""
-    from muletrain.config.environment import limit_spinning, torchrun_place
+    from muletrain.config.environment import expand_segments, limit_spinning, torchrun_place
     from muletrain.launch.run_folder import locked, prepare_run_folder, space_warning, write_inputs
 
     limit_spinning()
+    expand_segments()
     place = torchrun_place()
     with _stoppable("fetching the model"):
         _fetch(request)

@@ -43,6 +43,15 @@ def limit_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
         environment.setdefault("GOMP_SPINCOUNT", "1000")
 
 
+def expand_segments(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Lets PyTorch's allocator on a card grow and shrink segments; call before torch is imported.
+
+    By default it keeps blocks of the sizes that were asked for, so what a block's backward freed does not serve the head: a
+    gibibyte or more of a 24 GiB card (docs/LOG.md). The user's own choice wins.
+    """
+    environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+
 def torchrun_place(environment: Mapping[str, str] = os.environ) -> WorkerPlace | None:
     """This process's place under torchrun (or another launcher that sets the same variables); None when started alone."""
     if "RANK" not in environment or "WORLD_SIZE" not in environment:

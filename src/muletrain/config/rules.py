@@ -101,9 +101,12 @@ def _evaluation(config: RunConfig) -> str | None:
     return None
 
 
-def _streamed_activations(config: RunConfig) -> str | None:
-    if config.memory.strategy == "streamed" and config.memory.activations == "keep":
-        return "memory.activations: keep, but memory.strategy: streamed recomputes every block in this version; use recompute"
+def _offload(config: RunConfig) -> str | None:
+    strategy = config.memory.strategy
+    if config.memory.activations == "offload" and strategy not in ("auto", "streamed"):
+        return (
+            f"memory.activations: offload, but only memory.strategy: streamed can, and it is {strategy}; use keep or recompute"
+        )
     return None
 
 
@@ -184,7 +187,7 @@ RULES = (
     Rule(("precision.initial_loss_scale", "precision.compute"), _scale_unused),
     Rule(("train.tokens_per_step", "train.micro_batch", "data.sequence_length"), _tokens_per_step),
     Rule(("train.evaluate_every", "data.validation_fraction"), _evaluation),
-    Rule(("memory.activations", "memory.strategy"), _streamed_activations),
+    Rule(("memory.activations", "memory.strategy"), _offload),
     Rule(("train.optimizer.state", "memory.strategy"), lambda config: _needs_streamed(config, "train.optimizer.state")),
     Rule(("precision.gradients", "memory.strategy"), lambda config: _needs_streamed(config, "precision.gradients")),
     Rule(("memory.waves", "memory.strategy"), lambda config: _needs_streamed(config, "memory.waves")),

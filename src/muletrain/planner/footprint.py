@@ -20,6 +20,8 @@ EAGER = 1.5
 """Activations that an eager block keeps, over a compiled one."""
 CONTEXT_BYTES = GIB // 2
 """CUDA context and libraries on a card; interpreter and libraries of a worker on a CPU. Measured: 0.3 to 0.65 GiB."""
+CARD_CONTEXT_BYTES = 3 * GIB // 4
+"""The same with what cuBLAS takes, where a ledger is held to what the driver reports. Measured on an H200: 0.78 GiB."""
 COMMUNICATION_BYTES = GIB // 2
 """NCCL's buffers on a card. Measured: 0.2 to 1 GiB."""
 HOST_PROCESS_BYTES = 2 * GIB

@@ -197,6 +197,11 @@ def _adapted(shape: ModelShape, run: Footprint) -> list[Part]:
 
 def _activations(shape: ModelShape, run: Footprint) -> list[Part]:
     block = block_activations(shape, run)
+    if run.streaming.activations and run.strategy == "streamed":
+        kept = sum(policy != "recompute" for policy in run.streaming.activations)
+        wave = -(-run.rounds // min(run.streaming.waves, run.rounds))
+        text = f"{run.tokens} tokens x ({kept} blocks x {wave} micro-batches of a wave + one)"
+        return [("activations", (kept * wave + 1) * block, text)]
     if run.activations == "keep":
         return [("activations", shape.layers * block, f"{run.tokens} tokens x {shape.layers} blocks, all kept")]
     kept = run.rounds if run.strategy == "streamed" else 1  # streamed runs all micro-batches through a block before the next

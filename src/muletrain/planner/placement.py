@@ -12,6 +12,8 @@ from typing import Literal
 
 from muletrain.planner.footprint import Footprint
 from muletrain.planner.memory import ledger
+from muletrain.planner.offload import offloading
+from muletrain.planner.speed import Speed
 from muletrain.planner.streamed import layouts, traffic_bytes
 from muletrain.spec.errors import DoesNotFitError, InputError
 from muletrain.spec.ledger import Ledger
@@ -94,22 +96,51 @@ def budget(machine: Machine, device: Literal["cpu", "cuda"], workers: int, memor
     return Budget(min(card, memory.gpu_limit or card), host)
 
 
-def place(shape: ModelShape, memory: MemorySection, run: Footprint, limits: Budget) -> Placement:
-    """Strategy, activations and layout. `run` holds the rest. Raises DoesNotFitError."""
+def place(shape: ModelShape, memory: MemorySection, run: Footprint, limits: Budget, speed: Speed | None = None) -> Placement:
+    """Strategy, activations and layout. `run` holds the rest; `speed`: of the card, if known. Raises DoesNotFitError."""
     tried: list[tuple[Footprint, Ledger]] = []
     for candidate in _candidates(shape, memory, run):
         needed = ledger(shape, candidate)
         if limits.shortfall(needed) <= 0:
+            if candidate.strategy == "streamed":
+                return _streamed(shape, memory, limits, speed, candidate, needed, tried)
             reasons = _reasons(memory, shape, candidate, needed, limits, tried)
-            if candidate.strategy != "streamed":
-                return Placement(candidate.strategy, candidate.activations, needed, reasons)
-            return Placement("streamed", candidate.activations, needed, reasons, candidate.streaming)
+            return Placement(candidate.strategy, candidate.activations, needed, reasons)
         tried.append((candidate, needed))
     # What misses host memory alone is told before what misses card memory: to fill the card would not help there.
     best, needed = min(
         tried, key=lambda each: (bool(limits.card) and each[1].total("card") > limits.card, limits.shortfall(each[1]))
     )
     raise DoesNotFitError(_does_not_fit(shape, best, limits, needed))
+
+
+def _streamed(
+    shape: ModelShape,
+    memory: MemorySection,
+    limits: Budget,
+    speed: Speed | None,
+    run: Footprint,
+    needed: Ledger,
+    tried: list[tuple[Footprint, Ledger]],
+) -> Placement:
+    """Of a streamed run that fits: as it is, or with blocks that offload where the step is known to be faster so."""
+
+    def fitting(wanted: Footprint) -> tuple[Footprint, Ledger] | None:
+        for candidate in _laid_out(shape, wanted, memory.placement):
+            found = ledger(shape, candidate)
+            if limits.shortfall(found) <= 0:
+                return candidate, found
+        return None
+
+    offload: tuple[str, ...] = ()
+    if memory.activations == "auto" and speed and speed.link and run.device == "cuda":
+        better = offloading(shape, run, fitting, speed)
+        if better:
+            run, needed, gained = better
+            share = f"one micro-batch of {run.streaming.offload_every}"
+            offload = (f"blocks send to the host what backward needs of {share}: {gained:.0%} faster, simulated",)
+    reasons = _reasons(memory, shape, run, needed, limits, tried)
+    return Placement("streamed", run.activations, needed, (*reasons, *offload), run.streaming)
 
 
 def _candidates(shape: ModelShape, memory: MemorySection, run: Footprint) -> list[Footprint]:
@@ -120,14 +151,23 @@ def _candidates(shape: ModelShape, memory: MemorySection, run: Footprint) -> lis
         strategies = (*_ORDER, "streamed")
     else:
         strategies = ("resident", "streamed")
-    policies = _ACTIVATIONS if memory.activations == "auto" else (memory.activations,)
-    pairs = [(strategy, policy) for strategy in strategies for policy in policies]
-    return [
-        candidate
-        for strategy, policy in pairs
-        if (strategy, policy) != ("streamed", "keep")  # streamed recomputes every block
-        for candidate in _laid_out(shape, replace(run, strategy=strategy, activations=policy), memory.placement)
-    ]
+    found: list[Footprint] = []
+    for strategy in strategies:
+        if strategy == "streamed":
+            by_block = () if memory.activations in ("auto", "recompute") else (memory.activations,) * shape.layers
+            streaming = run.streaming.model_copy(update={"activations": by_block})
+            wanted = replace(run, strategy=strategy, activations="recompute", streaming=streaming)
+            found += _laid_out(shape, wanted, memory.placement)
+        else:
+            found += [replace(run, strategy=strategy, activations=policy) for policy in _policies(memory)]
+    return found
+
+
+def _policies(memory: MemorySection) -> tuple[Literal["keep", "recompute"], ...]:
+    """Of strategies that treat all blocks alike."""
+    if memory.activations == "auto":
+        return _ACTIVATIONS
+    return () if memory.activations == "offload" else (memory.activations,)
 
 
 def _laid_out(shape: ModelShape, run: Footprint, placement: Literal["auto"] | int = "auto") -> list[Footprint]:
@@ -155,7 +195,7 @@ def _reasons(
         )
     if memory.activations == "auto":
         why = (
-            "it fits" if activations == "keep" else "streamed always does" if strategy == "streamed" else "keeping does not fit"
+            "it fits" if activations == "keep" else "blocks pass through" if strategy == "streamed" else "keeping does not fit"
         )
         reasons.append(f"memory.activations = {activations}: {why}, {uses}")
     if strategy == "streamed" and memory.waves == "auto":

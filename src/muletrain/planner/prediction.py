@@ -17,13 +17,15 @@ from muletrain.planner.memory import ledger
 from muletrain.planner.speed import Speed, speed_of
 from muletrain.planner.streamed import stream_plan
 from muletrain.schedule.build import build
-from muletrain.schedule.ops import StepShape
-from muletrain.schedule.simulate import simulate
+from muletrain.schedule.ops import Schedule, StepShape
+from muletrain.schedule.rates import Rates
+from muletrain.schedule.simulate import Timeline, simulate
 from muletrain.schedule.solve import least_s
 from muletrain.schedule.timeline import TimelineRecord, timeline_record
 from muletrain.spec.errors import InputError
 from muletrain.spec.ledger import Ledger
 from muletrain.spec.machine import Machine
+from muletrain.spec.model_shape import ModelShape
 from muletrain.spec.plan import Plan
 
 
@@ -96,8 +98,19 @@ def predict(plan: Plan, machine: Machine) -> Prediction:
     )
 
 
-def _streamed(plan: Plan, run: Footprint, speed: Speed) -> Prediction:
-    shape = plan.model.shape
+@dataclass(frozen=True)
+class StreamedStep:
+    """A simulated step of a streamed run."""
+
+    schedule: Schedule
+    rates: Rates
+    line: Timeline
+    speed: Speed
+    """With what the step leaves of pauses."""
+
+
+def streamed_timeline(shape: ModelShape, run: Footprint, speed: Speed) -> StreamedStep:
+    """One step among many."""
     layout = stream_plan(shape, run)
     step = StepShape(
         micro_batches=(run.tokens,) * run.rounds,
@@ -110,11 +123,18 @@ def _streamed(plan: Plan, run: Footprint, speed: Speed) -> Prediction:
     slowed = speed.busy(first.busy_s["compute"] / first.step_s)
     rates = stream_rates(shape, run, slowed)
     line = first if slowed == speed else simulate(schedule, rates)
-    parts = compute_time(shape, run, slowed)
+    return StreamedStep(schedule, rates, line, slowed)
+
+
+def _streamed(plan: Plan, run: Footprint, speed: Speed) -> Prediction:
+    shape = plan.model.shape
+    found = streamed_timeline(shape, run, speed)
+    schedule, line = found.schedule, found.line
+    parts = compute_time(shape, run, found.speed)
     return Prediction(
         tokens=plan.tokens_per_step,
         step_s=line.step_s,
-        bound_s=max(line.bound_s, least_s(layout, step, rates)),
+        bound_s=max(line.bound_s, least_s(schedule.plan, schedule.step, found.rates)),
         resource_bound_s=line.bound_s,
         time_s={**_named(parts), "update": line.busy_s["update"], "waiting": line.exposed_s},
         ledger=ledger(shape, run),

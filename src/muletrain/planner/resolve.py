@@ -20,6 +20,7 @@ from muletrain.planner.adapter import plan_adapter
 from muletrain.planner.footprint import Footprint
 from muletrain.planner.placement import budget, choose_device, choose_workers, place
 from muletrain.planner.source import read_model
+from muletrain.planner.speed import Speed, speed_of
 from muletrain.spec.errors import InputError
 from muletrain.spec.machine import Machine
 from muletrain.spec.plan import (
@@ -34,7 +35,7 @@ from muletrain.spec.plan import (
     StreamingPlan,
     TrainPlan,
 )
-from muletrain.spec.recipe import DataSection, ModelSection, RunConfig
+from muletrain.spec.recipe import ComputeDtype, DataSection, ModelSection, RunConfig
 
 Device = Literal["cpu", "cuda"]
 
@@ -65,7 +66,8 @@ def resolve(request: RunConfig, machine: Machine, *, interactive: bool = False, 
         reasons.append("memory.gpu_limit has no effect: the run is on the CPU (memory.host_limit would)")
     compiled = _compiled(request, device, reasons)
     run = replace(_footprint(request, device, workers, micro_batches, compiled), adapter=model.adapter)
-    placement = place(model.shape, request.memory, run, budget(machine, device, workers, request.memory))
+    limits = budget(machine, device, workers, request.memory)
+    placement = place(model.shape, request.memory, run, limits, _speed(machine, device, request.precision.compute))
     if placement.strategy != "streamed" and streamed_only(request):
         raise InputError(*_without_streaming(request, placement.strategy))
     reasons += placement.reasons
@@ -157,6 +159,14 @@ def _peak_flops(machine: Machine, device: Device, workers: int, compute: str) ->
     if device == "cpu":
         return 0.0
     return min(gpu_peak(gpu.name, compute) or 0.0 for gpu in machine.gpus[:workers])
+
+
+def _speed(machine: Machine, device: Device, compute: ComputeDtype) -> Speed | None:
+    """Of the first card, where it was measured or is in the catalogue."""
+    try:
+        return speed_of(machine, compute) if device == "cuda" else None
+    except InputError:
+        return None
 
 
 def _footprint(request: RunConfig, device: Device, workers: int, micro_batches: int, compiled: bool) -> Footprint:

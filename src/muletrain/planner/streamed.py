@@ -4,12 +4,12 @@ The layout is written down as the engine's own StreamPlan, made of the model's s
 from the same formulas (schedule.memory) and the same buffers (schedule.layout) as the run's. Parameters are counted exactly;
 the engine pads each to 256 elements, which no model of use notices.
 
-Beside those buffers a card holds, for a moment each: one block's activations of one micro-batch (it is recomputed), a chunk's
-logits in the compute format (the fused loss turns them into their gradient in place), and the head's gradient, summed over
-chunks in fp32 and rounded once. The allocator rarely makes one out of another, so they are added up: a test holds the sum
-within 5 % of what the driver reported for a 7 B shape on an H200 (docs/LOG.md). With a tied head, each micro-batch of a wave
-keeps the head's gradient until the embedding's is there. Under an adapter every unit is frozen, only fetched, and without
-gradient or state anywhere; the adapter stays on the card with all of its own.
+Beside those buffers a card holds, in turn: one block's activations of one micro-batch (it is recomputed) with their gradients
+and the block's; or a chunk's logits in the compute format (the fused loss turns them into their gradient in place) and the
+head's gradient, summed over chunks in fp32 and rounded once. The larger counts: expandable segments make one out of the
+other. A test holds the sum within 5 % of what the driver reported for 7 B and 13 B shapes on an H200 (docs/LOG.md). With a
+tied head, each micro-batch of a wave keeps the head's gradient until the embedding's is there. Under an adapter every unit is
+frozen, only fetched, and without gradient or state anywhere; the adapter stays on the card with all of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import pairwise
 from typing import Final, Literal
 
 from muletrain.planner.footprint import (
-    CONTEXT_BYTES,
+    CARD_CONTEXT_BYTES,
     HOST_PROCESS_BYTES,
     Footprint,
     adapter_state,
@@ -70,6 +70,7 @@ def stream_plan(shape: ModelShape, run: Footprint) -> StreamPlan:
     sizes = unit_parameters(shape)
     last = len(sizes) - 1
     sharing = 1 if run.adapter.trains else run.workers  # frozen units have no gradient to add up or state to share out
+    kept = round(block_activations(shape, run) / run.tokens)
     slices = [_slices(size, streaming.piece, sharing) for size in sizes]
     units = tuple(
         UnitShape(
@@ -79,7 +80,7 @@ def stream_plan(shape: ModelShape, run: Footprint) -> StreamPlan:
             pieces=tuple(piece for mine in slices[number] for piece in mine),
             owners=tuple(owner for owner, mine in enumerate(slices[number]) for _ in mine) if sharing > 1 else (),
             forward_flops_a_token=2.0 * size if number else 0.0,
-            kept_bytes_a_token=0,
+            kept_bytes_a_token=kept if 0 < number < last else 0,
         )
         for number, size in enumerate(sizes)
     )
@@ -93,8 +94,9 @@ def stream_plan(shape: ModelShape, run: Footprint) -> StreamPlan:
         state_up_bytes=state.up,
         state_down_bytes=state.down,
         gradient_bytes=state.gradient,
-        activations=("recompute",) * len(units),
+        activations=("recompute", *(streaming.activations or ("recompute",) * shape.layers), "recompute"),
         inputs=streaming.inputs,
+        offload_every=streaming.offload_every,
         update=streaming.update,
         working_in_master=not state.own_working,
         placement=tuple("card" if number in streaming.on_card else "streamed" for number in range(len(units))),
@@ -159,29 +161,31 @@ def _pieces(size: int, most: int) -> tuple[int, ...]:
 
 def _card(shape: ModelShape, run: Footprint, plan: StreamPlan, step: StepShape) -> list[LedgerItem]:
     state, c, wave = _formats(run), plan.working_bytes, step.micro_batches[0]
-    wide = max(4, c)
     head = shape.vocab * shape.hidden
     logits = c * min(run.loss_chunk, run.tokens) * shape.vocab
-    sizes = card_bytes(plan, step, logits_bytes=logits, context_bytes=CONTEXT_BYTES)
+    sizes = card_bytes(plan, step, logits_bytes=logits, context_bytes=CARD_CONTEXT_BYTES)
     blocks = [number for number in range(1, shape.layers + 1) if plan.placed(number) == "card"]
     held = f"{len(blocks) + min(plan.slots, shape.layers - len(blocks))} blocks + embedding and head"
     rows = 2 if plan.inputs == "host" else shape.layers + 1
     parts: list[tuple[str, int, str]] = [
         ("slots", sizes["slots"], f"{c} bytes x ({held})"),
-        ("staging", sizes["staging"], f"{plan.staging} x {max(state.up, state.down):g} bytes x the largest piece of state"),
+        (
+            "staging",
+            sizes["staging"] + _narrowing(run, plan),
+            f"{plan.staging} x {max(state.up, state.down):g} bytes x the largest piece of state",
+        ),
         ("gradients", sizes["gradients"] * state.master // 4, f"{state.master} bytes x ({held})"),
         ("state", sizes["state"], f"{state.beside_working:g} bytes x parameters whose state stays on the card"),
         ("inputs", sizes["inputs"], f"{rows} x {c} bytes x hidden x {wave} tokens of a wave"),
         ("hidden gradients", sizes["hidden_gradients"], f"{c} bytes x hidden x {wave} tokens of a wave"),
-        ("activations", round(block_activations(shape, run)), f"one block's, {run.tokens} tokens of a micro-batch"),
-        ("logits", sizes["logits"], f"{c} bytes x {min(run.loss_chunk, run.tokens)} tokens x {shape.vocab} words"),
-        ("context", sizes["context"], "0.5 GiB of CUDA"),
+        *_passing(shape, run, logits),
+        ("kept", sizes["kept"], f"activations of {plan.activations.count('keep')} blocks, {wave} tokens of a wave"),
+        ("offload", _offload(shape, run, plan), "what blocks save of a micro-batch, twice on its way out and twice back"),
+        ("context", sizes["context"], "0.75 GiB of CUDA and its libraries"),
     ]
     if run.adapter.trains:
         size, how = adapter_state(run)
         return _items("card", [*parts, ("adapter", round(size) + _slot_copies(shape, run), how)])
-    rounded = c if c < wide else 0
-    parts.append(("workspace", (wide + rounded) * head, f"{wide} bytes x head: its gradient, then rounded"))
     if plan.workers > 1:
         parts.append(("parts", sizes["parts"], f"gradients of {run.workers} workers to be summed, of the largest piece, twice"))
     if shape.tied:
@@ -195,11 +199,49 @@ def _slot_copies(shape: ModelShape, run: Footprint) -> int:
     return run.bytes_of[1] * min(SLOTS, shape.layers) * run.adapter.parameters // shape.layers
 
 
+def _narrowing(run: Footprint, plan: StreamPlan) -> int:
+    """A piece's gradient in the host's format, each way, where that is not the sums'."""
+    state = _formats(run)
+    if state.gradient == state.master or run.adapter.trains:
+        return 0
+    travel = [unit for number, unit in enumerate(plan.units) if plan.placed(number) != "card"]
+    return 2 * state.gradient * max((piece for unit in travel for piece in unit.pieces), default=0)
+
+
+def _offload(shape: ModelShape, run: Footprint, plan: StreamPlan) -> int:
+    return round(2 * plan.offload_buffers * block_activations(shape, run)) if "offload" in plan.activations else 0
+
+
+def _passing(shape: ModelShape, run: Footprint, logits: int) -> list[tuple[str, int, str]]:
+    """What is there for a moment: the larger of a block's backward and the head's, which use the same memory in turn."""
+    c = run.bytes_of[1]
+    wide = max(4, c)
+    gradients = c * (3 * shape.ffn + 2 * shape.hidden) * run.tokens
+    trained = 0 if run.adapter.trains else 1
+    block = [
+        ("activations", round(block_activations(shape, run)), f"one block's, {run.tokens} tokens of a micro-batch"),
+        ("activation gradients", gradients, f"{c} bytes x (3 ffn + 2 hidden) x {run.tokens} tokens: at the widest"),
+        ("workspace", trained * c * shape.block_parameters, f"{c} bytes x a block's parameters: their gradients"),
+    ]
+    head = [
+        ("logits", logits, f"{c} bytes x {min(run.loss_chunk, run.tokens)} tokens x {shape.vocab} words"),
+        (
+            "workspace",
+            trained * (wide + (c if c < wide else 0)) * shape.vocab * shape.hidden,
+            f"{wide} bytes x head: its gradient, then rounded",
+        ),
+    ]
+    return max(block, head, key=lambda parts: sum(size for _, size, _ in parts))
+
+
 def _host(run: Footprint, plan: StreamPlan, step: StepShape) -> list[LedgerItem]:
     state, sizes, wave = _formats(run), host_bytes(plan, step), step.micro_batches[0]
     rows = max(0, len(plan.units) - 3) if plan.inputs == "host" else 0  # all blocks but the last
     what = "parameters that stream" if run.streaming.on_card else "parameters"
     each, exchanged = f", x {run.workers} workers" if run.workers > 1 else "", exchanged_adapters(run)
+    offloading = plan.activations.count("offload")
+    sent = -(-(wave // run.tokens) // plan.offload_every)
+    kept = offloading * run.workers * sent * run.tokens * plan.units[1].kept_bytes_a_token
     return _items(
         "host",
         [
@@ -217,6 +259,7 @@ def _host(run: Footprint, plan: StreamPlan, step: StepShape) -> list[LedgerItem]
                 f"{plan.working_bytes} bytes x hidden x {wave} tokens of a wave x {rows} blocks{each}",
             ),
             *([("adapter exchange", round(exchanged[0]), exchanged[1])] if run.adapter.trains and run.workers > 1 else []),
+            ("activations", kept, f"of {offloading} blocks, one of {plan.offload_every} micro-batches of a wave{each}"),
             ("context", HOST_PROCESS_BYTES * run.workers, f"2 GiB: libraries, CUDA's host side{each}"),
         ],
     )

@@ -177,7 +177,7 @@ class _Builder:
             "forward", "compute", reads, writes, unit=unit, wave=wave, micro_batch=m, flops=shape.forward_flops_a_token * tokens
         )
         self._input_holder[writes[0]] = (unit + 1, m)
-        if kept and self._plan.activations[unit] == "offload":
+        if kept and self._plan.policy(unit, m) == "offload":
             self._send(unit, wave, m, 1, kept)
 
     def _epilogue(self, wave: int, m: int) -> None:
@@ -218,7 +218,7 @@ class _Builder:
             reads = (*reads, source)
         kept = self._kept(unit, wave, m)
         if kept:
-            if plan.activations[unit] == "offload":
+            if plan.policy(unit, m) == "offload":
                 self._receive(unit, wave, m, 1, kept)
             reads = (*reads, kept)
         if shape.trainable:
@@ -227,7 +227,7 @@ class _Builder:
                 reads = (*reads, self._gradients[unit])
         else:
             writes = (*writes, _SUMS)  # what an adapter that stays on the card adds to the norm
-        times = (2.0 if shape.trainable else 1.0) + (plan.recompute_factor if plan.activations[unit] == "recompute" else 0.0)
+        times = (2.0 if shape.trainable else 1.0) + (plan.recompute_factor if plan.policy(unit, m) == "recompute" else 0.0)
         flops = times * shape.forward_flops_a_token * tokens
         self._add("backward", "compute", reads, writes, unit=unit, wave=wave, micro_batch=m, flops=flops)
 
@@ -331,7 +331,10 @@ class _Builder:
         return a_token * self._step.micro_batches[m]
 
     def _on_host(self, unit: int, wave: int, m: int, piece: int) -> Buffer:
-        return self._one("host_kept" if piece else "host_input", (unit, m - self._waves[wave].start))
+        start, every = self._waves[wave].start, self._plan.offload_every
+        if piece:  # only those that are sent have a place
+            return self._one("host_kept", (unit, m // every - -(-start // every)))
+        return self._one("host_input", (unit, m - start))
 
     def _input(self, unit: int, wave: int, m: int) -> Buffer:
         row = unit if self._plan.inputs == "card" else unit % 2
@@ -342,7 +345,7 @@ class _Builder:
 
     def _kept(self, unit: int, wave: int, m: int) -> Buffer | None:
         """Where what the unit saves for backward is or goes; None if it is computed again."""
-        policy = self._plan.activations[unit]
+        policy = self._plan.policy(unit, m)
         if policy == "recompute" or (unit == 0 and not self._plan.units[0].trainable):
             return None
         if policy == "keep":

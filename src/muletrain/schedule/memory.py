@@ -13,6 +13,12 @@ def wave_positions(plan: StreamPlan, step: StepShape) -> int:
     return max((sum(step.micro_batches[m] for m in wave) for wave in waves_of(plan, step)), default=0)
 
 
+def sent_positions(plan: StreamPlan, step: StepShape) -> int:
+    """Of them, those whose activations offloading units send."""
+    waves = waves_of(plan, step)
+    return max((sum(step.micro_batches[m] for m in wave if m % plan.offload_every == 0) for wave in waves), default=0)
+
+
 def card_bytes(plan: StreamPlan, step: StepShape, *, logits_bytes: int = 0, context_bytes: int = 0) -> dict[str, int]:
     """Bytes by part. `logits_bytes`: what the loss needs at once. `context_bytes`: the driver's own memory and workspaces."""
     layout = Layout(plan)
@@ -70,5 +76,5 @@ def host_bytes(plan: StreamPlan, step: StepShape) -> dict[str, int]:
         "state": round(trainable * (plan.state_down_bytes - plan.working_bytes)),
         "gradients": summed * plan.gradient_bytes if stored else 0,
         "inputs": plan.workers * rows * wave * plan.hidden * plan.working_bytes,
-        "offload": plan.workers * offloaded * wave,
+        "offload": plan.workers * offloaded * sent_positions(plan, step),
     } | exchange

@@ -157,6 +157,8 @@ class StreamPlan(Value):
     update: Literal["next_fetch", "in_backward"]
     """next_fetch: a unit is updated when it is next fetched, when the global norm is known. in_backward: at once, without
     clipping or loss scale."""
+    offload_every: int = Field(default=1, ge=1)
+    """Offloading units send each so-many-th micro-batch of a step, from the first; the others they compute again."""
     working_in_master: bool = False
     """The working parameters are the master or half of it, so what is in a slot need not come again with the state."""
     recompute_factor: float = 1.0
@@ -176,6 +178,11 @@ class StreamPlan(Value):
     def on_card_in_backward_bytes(self) -> int:
         """A parameter, of `state_up_bytes`: what an update in backward finds on the card."""
         return self.gradient_bytes + (self.working_bytes if self.working_in_master else 0)
+
+    def policy(self, unit: int, micro_batch: int) -> Literal["recompute", "keep", "offload"]:
+        """What `unit` does with what backward needs of a micro-batch."""
+        policy = self.activations[unit]
+        return "recompute" if policy == "offload" and micro_batch % self.offload_every else policy
 
     def placed(self, unit: int) -> Placement:
         """Where `unit` lives."""

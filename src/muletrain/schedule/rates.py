@@ -73,13 +73,13 @@ def forward_s(plan: StreamPlan, unit: int, tokens: int, rates: Rates) -> float:
     return rates.of_unit(plan, unit).forward.of(tokens)
 
 
-def backward_s(plan: StreamPlan, unit: int, tokens: int, rates: Rates) -> float:
+def backward_s(plan: StreamPlan, unit: int, micro_batch: int, tokens: int, rates: Rates) -> float:
     """One micro-batch back through a unit, with what the plan lets it compute again. The head never computes again."""
     time = rates.of_unit(plan, unit)
     total = time.input_gradient.of(tokens)
     if plan.units[unit].trainable:
         total += time.weight_gradient.of(tokens)
-    if plan.activations[unit] == "recompute" and unit < len(plan.units) - 1:
+    if plan.policy(unit, micro_batch) == "recompute" and unit < len(plan.units) - 1:
         total += time.recompute.of(tokens)
     return total
 
@@ -95,6 +95,7 @@ def alone_s(op: Op, schedule: Schedule, rates: Rates) -> float:
         return op.flops / rates.compute_flops + memory_s
     plan, tokens = schedule.plan, schedule.step.micro_batches[op.micro_batch]
     if op.kind == "backward":
-        return backward_s(plan, op.unit, tokens, rates)
+        return backward_s(plan, op.unit, op.micro_batch, tokens, rates)
     together = op.kind == "epilogue" and schedule.step.mode == "train"
-    return forward_s(plan, op.unit, tokens, rates) + (backward_s(plan, op.unit, tokens, rates) if together else 0.0)
+    back = backward_s(plan, op.unit, op.micro_batch, tokens, rates) if together else 0.0
+    return forward_s(plan, op.unit, tokens, rates) + back

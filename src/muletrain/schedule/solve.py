@@ -97,12 +97,11 @@ def wave_choices(micro_batches: int) -> list[int]:
 def least_s(plan: StreamPlan, step: StepShape, rates: Rates) -> float:
     """Seconds that no timeline of the plan beats, the greatest of three: its arithmetic; its state and activations over the
     link; with updates at the next fetch, all state first and then what must wait for it, which is all but one forward."""
-    tokens = sum(step.micro_batches)
     next_fetch = plan.update == "next_fetch"
     compute = up = down = state_up = state_down = 0.0
     for u, unit in enumerate(plan.units):
-        compute += sum(_compute_s(plan, u, m, rates) for m in step.micro_batches)
-        moved = _sent_a_token(plan, u) * tokens
+        compute += sum(_compute_s(plan, u, m, size, rates) for m, size in enumerate(step.micro_batches))
+        moved = sum(_sent_a_token(plan, u, m) * size for m, size in enumerate(step.micro_batches))
         up += moved
         down += moved
         mine = sum(unit.pieces[piece] for piece in plan.owned(u, plan.worker))
@@ -128,16 +127,16 @@ def least_s(plan: StreamPlan, step: StepShape, rates: Rates) -> float:
     return (1 - 1e-6) * least  # rounding of pieces to whole bytes is far below a part in a million
 
 
-def _compute_s(plan: StreamPlan, unit: int, tokens: int, rates: Rates) -> float:
+def _compute_s(plan: StreamPlan, unit: int, micro_batch: int, tokens: int, rates: Rates) -> float:
     """One micro-batch through a unit and back."""
     back = unit > 0 or plan.units[0].trainable
-    return forward_s(plan, unit, tokens, rates) + (backward_s(plan, unit, tokens, rates) if back else 0.0)
+    return forward_s(plan, unit, tokens, rates) + (backward_s(plan, unit, micro_batch, tokens, rates) if back else 0.0)
 
 
-def _sent_a_token(plan: StreamPlan, unit: int) -> int:
+def _sent_a_token(plan: StreamPlan, unit: int, micro_batch: int) -> int:
     """Bytes of a unit that go to the host and come back."""
     size = 0
-    if plan.activations[unit] == "offload" and unit < len(plan.units) - 1 and (unit > 0 or plan.units[0].trainable):
+    if plan.policy(unit, micro_batch) == "offload" and unit < len(plan.units) - 1 and (unit > 0 or plan.units[0].trainable):
         size += plan.units[unit].kept_bytes_a_token
     if plan.inputs == "host" and 0 < unit < len(plan.units) - 2:
         size += plan.hidden * plan.working_bytes
@@ -187,7 +186,7 @@ def _policies(layout: StreamPlan, step: StepShape, box: Box, counts: Iterable[in
     yield _with(layout, {})
     blocks = len(layout.units) - 2
     for count in counts:
-        offloading: dict[int, Policy] = dict.fromkeys(_spread(blocks, count), "offload")
+        offloading: dict[int, Policy] = dict.fromkeys(spread(blocks, count), "offload")
         yield _filled(layout, offloading, step, box)
 
 
@@ -196,12 +195,12 @@ def _placements(base: StreamPlan) -> list[tuple[Placement, ...]]:
     units, blocks = len(base.units), len(base.units) - 2
     placements: list[tuple[Placement, ...]] = [()]
     counts = sorted({round(blocks * rung / LADDER) for rung in range(LADDER + 1)} | set(range(min(4, blocks + 1))))
-    for staying in ({0}, *({0, units - 1, *_spread(blocks, count)} for count in counts)):
+    for staying in ({0}, *({0, units - 1, *spread(blocks, count)} for count in counts)):
         placements.append(tuple("card" if u in staying else "streamed" for u in range(units)))
     return placements
 
 
-def _spread(blocks: int, count: int) -> list[int]:
+def spread(blocks: int, count: int) -> list[int]:
     """`count` of the units 1 … `blocks`, evenly spaced."""
     return [1 + (2 * k + 1) * blocks // (2 * count) for k in range(count)]
 

@@ -10,6 +10,8 @@ from muletrain.spec.recipe import ComputeDtype, OptimizerSection, OptimizerState
 from muletrain.spec.value import Value
 
 SCHEMA_VERSION = 1
+Activations = Literal["recompute", "keep", "offload"]
+"""What a block does with what backward needs: computes it again, keeps it on the card, sends it to the host and back."""
 
 
 class AdapterPlan(Value):
@@ -101,9 +103,11 @@ class StreamingPlan(Value):
     """Groups that a step's micro-batches go through the model in."""
     inputs: Literal["card", "host"] = "card"
     """Where the blocks' inputs wait for backward."""
-    activations: tuple[Literal["recompute", "keep", "offload"], ...] = ()
+    activations: tuple[Activations, ...] = ()
     """By block, what it saves for backward: nothing (it is computed again), all on the card, or all on the host. Empty:
     nothing."""
+    offload_every: int = 1
+    """Blocks that offload send each so-many-th micro-batch of a step; of the others they keep nothing."""
     update: Literal["next_fetch", "in_backward"] = "next_fetch"
     """next_fetch: a block is updated when it is next fetched, when the global norm is known. in_backward: at once, without
     clipping or loss scale."""

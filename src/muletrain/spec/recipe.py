@@ -188,8 +188,9 @@ class MemorySection(Value):
     strategy: Literal["auto"] | StrategyName = "auto"
     """resident: all on the card. zero1, zero2, zero3: optimizer, + gradients, + parameters sharded over the workers.
     streamed: in host memory, a few blocks at a time on each card. auto: the least communication that fits."""
-    activations: Literal["auto", "keep", "recompute"] = "auto"
-    """What a block keeps for backward. auto: keep if it fits."""
+    activations: Literal["auto", "keep", "offload", "recompute"] = "auto"
+    """What a block keeps for backward. auto: keep if it fits; under streamed on a GPU, as many blocks offload as make the step
+    faster. offload: send it to the host and back; streamed only."""
     gpu_limit: Bytes | None = None
     """Bytes of card memory this run may use. Absent: what the card has."""
     host_limit: Bytes | None = None

@@ -29,6 +29,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {"activations": ("keep", "offload", "recompute")},
     {"activations": ("offload",) * 3, "inputs": "host", **SMALL},
     {"activations": ("offload", "keep", "offload"), "waves": 3, "on_card": (0, 2, 4)},
+    {"activations": ("offload",) * 3, "offload_every": 2, "waves": 2},
 ]
 UNCLIPPED: list[dict[str, Any]] = [
     {"update": "in_backward"},

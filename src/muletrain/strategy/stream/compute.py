@@ -81,7 +81,7 @@ class Compute:
 
     def _run_by_policy(self, op: Op, hidden: Tensor, call: Call, work: Work) -> Tensor:
         """The block's output, with a graph that holds what its policy says."""
-        slot, policy = self._device.slots[op.unit], self._device.plan.activations[op.unit]
+        slot, policy = self._device.slots[op.unit], self._device.plan.policy(op.unit, op.micro_batch)
         if policy == "recompute" or not work.training:
             return hidden_of(self._run_block(op.unit, hidden, call, work.random))
         if policy == "keep":

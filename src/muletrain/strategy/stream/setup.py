@@ -66,7 +66,8 @@ class Built:
     def make_offload_room(self, tokens: int, positions: int, saved: dict[int, int]) -> None:
         """`saved`: {kind of block: bytes that it saves of a micro-batch of `tokens`}; grows only."""
         self.offload_room = (max(tokens, self.offload_room[0]), max(positions, self.offload_room[1]))
-        positions, plan = self.offload_room[1], self.device.plan
+        plan = self.device.plan
+        positions = -(-self.offload_room[1] // plan.offload_every)
         sizes = {u: saved[plan.units[u].kind] for u, policy in enumerate(plan.activations) if policy == "offload"}
         size = positions * sum(padded_bytes(each, torch.uint8) for each in sizes.values())
         arena = HostArena(size, register=self.device.slots[0].flat.is_cuda)
@@ -230,6 +231,7 @@ def _plan(
         gradient_bytes=formats.gradient.itemsize,
         activations=("recompute", *(streaming.activations or ["recompute"] * len(blocks)), "recompute"),
         inputs=streaming.inputs,
+        offload_every=streaming.offload_every,
         update=streaming.update,
         working_in_master=not formats.own_working,
         placement=tuple("card" if number in streaming.on_card else "streamed" for number in range(len(units))),
