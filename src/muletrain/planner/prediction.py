@@ -68,6 +68,7 @@ def footprint(plan: Plan) -> Footprint:
         sequence_length=plan.data.sequence_length,
         loss_chunk=plan.memory.loss_chunk,
         streaming=plan.memory.streaming,
+        adapter=plan.model.adapter,
     )
 
 
@@ -84,7 +85,7 @@ def predict(plan: Plan, machine: Machine) -> Prediction:
     if streamed:
         return _streamed(plan, run, speed if run.workers == 1 else speed.among(run.workers, machine))
     parts = compute_time(shape, run, speed.busy(1.0))
-    update_s = optimizer_s(shape.parameters, run, speed)
+    update_s = optimizer_s(run.adapter.parameters or shape.parameters, run, speed)
     step_s = parts.total_s + update_s
     return Prediction(
         tokens=plan.tokens_per_step,
