@@ -47,10 +47,7 @@ def resolve(request: RunConfig, machine: Machine, *, interactive: bool = False, 
     found, DoesNotFitError with the shortfall.
     """
     reasons: list[str] = []
-    if model is None:
-        model, why = read_model(request.model)
-        _note(reasons, why)
-    model = model.model_copy(update={"adapter": plan_adapter(request.model.adapter, model, reasons)})
+    model = _model(request.model, model, reasons)
     device, why = choose_device(request.parallel, machine)
     _note(reasons, why)
     workers, why = choose_workers(request.parallel, device, machine)
@@ -101,6 +98,14 @@ def resolve(request: RunConfig, machine: Machine, *, interactive: bool = False, 
         log=_log(request, interactive, reasons),
         reasons=tuple(reasons),
     )
+
+
+def _model(section: ModelSection, read: ModelPlan | None, reasons: list[str]) -> ModelPlan:
+    """What is trained, the adapter decided."""
+    if read is None:
+        read, why = read_model(section)
+        _note(reasons, why)
+    return read.model_copy(update={"adapter": plan_adapter(section.adapter, read, reasons)})
 
 
 def _note(reasons: list[str], reason: str | None) -> None:
