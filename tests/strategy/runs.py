@@ -141,12 +141,12 @@ def batches_of(window: int, run: Run, vocab: int, worker: int = 0, workers: int 
     return mine
 
 
-def start(run: Run, workers: int = 1) -> Strategy:
-    """A strategy at step 0 on the CPU."""
+def start(run: Run, workers: int = 1, device: str = "cpu") -> Strategy:
+    """A strategy at step 0."""
     plan = plan_of(run, workers)
     model = build_on_meta(run.model, dtype=precision_of(plan.precision.compute).compute, loss_chunk=24)
     weights = open_weights(run.model, model, run.seed)
-    return build_strategy(plan, model, weights, torch.device("cpu"))
+    return build_strategy(plan, model, weights, torch.device(device))
 
 
 def advance(strategy: Strategy, run: Run, first: int, last: int, worker: int = 0, workers: int = 1) -> list[StepResult]:
