@@ -23,8 +23,8 @@ from muletrain.planner.streamed import stream_plan, unit_parameters
 from muletrain.schedule.ops import StepShape
 from muletrain.schedule.simulate import simulate_steady
 from muletrain.spec.errors import InputError
-from muletrain.spec.model_shape import ModelShape
-from muletrain.spec.plan import StreamingPlan
+from muletrain.spec.model_shape import Linear, ModelShape
+from muletrain.spec.plan import AdapterPlan, StreamingPlan
 
 H, F, V, S = 8, 16, 100, 32
 LLAMA = ModelShape(
@@ -129,3 +129,20 @@ def test_the_simulator_takes_the_same_seconds() -> None:
 def test_without_a_link_nothing_streams() -> None:
     with pytest.raises(InputError, match=r"the link of this card is not known \(made up\): measure it with `mule probe"):
         stream_rates(LLAMA, RUN, replace(PLAIN, link=None))
+
+
+def test_beside_an_adapter_the_model_has_no_gradients_of_its_own() -> None:
+    """Rank 4 on two layers of 8 x 16 and 16 x 8."""
+    linears = (Linear(name="mlp.up_proj", inputs=H, outputs=F), Linear(name="mlp.down_proj", inputs=F, outputs=H))
+    shape = LLAMA.model_copy(update={"linears": linears})
+    run = replace(
+        RUN, adapter=AdapterPlan(kind="lora", rank=4, targets=("up_proj", "down_proj"), parameters=3 * 2 * 4 * (H + F))
+    )
+    found, plain = block_time(shape, run, PLAIN), block_time(shape, RUN, PLAIN)
+    assert found.weight_gradient == found.sums == Parts()
+    passes = {"forward": (H + 4 * F) + (F + 4 * H), "input_gradient": (5 * H + 2 * F) + (5 * F + 2 * H)}
+    for part, numbers in passes.items():
+        more = getattr(found, part).elementwise_s - getattr(plain, part).elementwise_s
+        assert more == 2 * TOKENS * numbers
+    assert head_time(shape, run, PLAIN).sums == embedding_time(shape, run, PLAIN).weight_gradient == Parts()
+    assert compute_time(shape, run, PLAIN).total_s < compute_time(shape, RUN, PLAIN).total_s

@@ -2,9 +2,9 @@
 
 Two answers a point. `built`: the layout that this version's planner chooses (embedding, head and as many blocks as fit stay on
 the card; activations are computed again). `best`: what the solver finds when each block may also keep its activations on the
-card or send them to the host (schedule.solve), which the engine may not run yet. Both go through the same schedule and
-simulator as a run's plan. Of several cards each has its own link, shares the state's updates with the others, and all share
-host memory's bandwidth; the card with the most micro-batches is simulated.
+card or send them to the host (schedule.solve). Both go through the same schedule and simulator as a run's plan. Of several
+cards each has its own link, shares the state's updates with the others, and all share host memory's bandwidth; the card with
+the most micro-batches is simulated.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ c bytes of a number in the compute format, m in the master format.
   sums         a parameter's gradient joins the step's sum: c + m bytes for the first micro-batch, c + 2m for later ones
   head         three products a chunk of tokens; its logits are passed over four times; its gradient is summed over chunks in m
                bytes, rounded, scaled and summed over micro-batches
+  adapter      its products are as thin as its rank, so their operands' passes are what takes time: of each adapted layer
+               inputs + 4 outputs forward, 5 inputs + 2 outputs back; the model's own gradients and their sums fall away
   starts       operations x the time from one to the next, as far as that exceeds their work: a host that is slower than the
                device. Counted: 14 forward and 34 backward of a compiled block, 45 and 110 of an eager one
 
@@ -94,15 +96,20 @@ def block_time(shape: ModelShape, run: Footprint, speed: Speed) -> UnitParts:
     gates = shape.ffn if shape.gated else 0
     starts, back_starts = STARTS[run.compiled]
     copied = 2 * h if run.strategy == "streamed" and run.streaming.inputs == "host" else 0
-    again = 6 * h + turned + 2 * shape.ffn + gates
+    adapted = shape.adapted(run.adapter.targets) if run.adapter.trains else []
+    again = 6 * h + turned + 2 * shape.ffn + gates + sum(linear.inputs + 4 * linear.outputs for linear in adapted)
+    back = 11 * h + turned + 3 * shape.ffn + 2 * gates + sum(5 * linear.inputs + 2 * linear.outputs for linear in adapted)
     forward = Parts(sum(forward_s), attention[0], (again + 3 * h + copied) * pass_s)
-    input_gradient = Parts(sum(input_s), attention[1], (11 * h + turned + 3 * shape.ffn + 2 * gates) * pass_s)
-    return UnitParts(
-        forward=_started(forward, starts, speed),
-        recompute=_started(Parts(sum(forward_s[:-1]), attention[0], again * pass_s), starts - 1, speed),
-        input_gradient=_started(input_gradient, back_starts, speed),
-        weight_gradient=Parts(sum(weight_s)),
-        sums=_sums(sum(shape.block_sizes) / shape.layers, run, speed),
+    input_gradient = Parts(sum(input_s), attention[1], back * pass_s)
+    return _trained(
+        run,
+        UnitParts(
+            forward=_started(forward, starts, speed),
+            recompute=_started(Parts(sum(forward_s[:-1]), attention[0], again * pass_s), starts - 1, speed),
+            input_gradient=_started(input_gradient, back_starts, speed),
+            weight_gradient=Parts(sum(weight_s)),
+            sums=_sums(sum(shape.block_sizes) / shape.layers, run, speed),
+        ),
     )
 
 
@@ -139,14 +146,17 @@ def head_time(shape: ModelShape, run: Footprint, speed: Speed) -> UnitParts:
     )
     summed = chunks * 2 * m * table / speed.memory_bytes_s
     once = (m + (m + c if m > c else 0) + 2 * c) * table / speed.memory_bytes_s  # zeroed, rounded, scaled
-    return UnitParts(
-        forward=_started(made, round(chunks) * 3 + 2, speed),
-        input_gradient=Parts(
-            chunks * speed.product_s(chunk, shape.vocab, shape.hidden),
-            elementwise_s=5 * shape.hidden * c * run.tokens / speed.memory_bytes_s,
+    return _trained(
+        run,
+        UnitParts(
+            forward=_started(made, round(chunks) * 3 + 2, speed),
+            input_gradient=Parts(
+                chunks * speed.product_s(chunk, shape.vocab, shape.hidden),
+                elementwise_s=5 * shape.hidden * c * run.tokens / speed.memory_bytes_s,
+            ),
+            weight_gradient=Parts(chunks * speed.product_s(shape.vocab, chunk, shape.hidden), elementwise_s=summed),
+            sums=Parts(elementwise_s=once) + _sums(unit_parameters(shape)[-1], run, speed),
         ),
-        weight_gradient=Parts(chunks * speed.product_s(shape.vocab, chunk, shape.hidden), elementwise_s=summed),
-        sums=Parts(elementwise_s=once) + _sums(unit_parameters(shape)[-1], run, speed),
     )
 
 
@@ -154,10 +164,13 @@ def embedding_time(shape: ModelShape, run: Footprint, speed: Speed) -> UnitParts
     """Of the look-up; backward fills a gradient of the whole table."""
     c, parameters = run.bytes_of[1], unit_parameters(shape)[0]
     row_s = 2 * shape.hidden * c * run.tokens / speed.memory_bytes_s
-    return UnitParts(
-        forward=_started(Parts(elementwise_s=row_s), 5, speed),
-        weight_gradient=_started(Parts(elementwise_s=2 * row_s), 8, speed),
-        sums=Parts(elementwise_s=c * parameters / speed.memory_bytes_s) + _sums(parameters, run, speed),
+    return _trained(
+        run,
+        UnitParts(
+            forward=_started(Parts(elementwise_s=row_s), 5, speed),
+            weight_gradient=_started(Parts(elementwise_s=2 * row_s), 8, speed),
+            sums=Parts(elementwise_s=c * parameters / speed.memory_bytes_s) + _sums(parameters, run, speed),
+        ),
     )
 
 
@@ -179,7 +192,7 @@ def optimizer_s(parameters: float, run: Footprint, speed: Speed) -> float:
 def unit_times(shape: ModelShape, run: Footprint, speed: Speed) -> tuple[UnitTime, ...]:
     """By unit of a streamed step, for schedule.simulate."""
     first, block, head = (time(shape, run, speed) for time in (embedding_time, block_time, head_time))
-    blocks = [replace(block, sums=_sums(size, run, speed)) for size in shape.block_sizes]
+    blocks = [_trained(run, replace(block, sums=_sums(size, run, speed))) for size in shape.block_sizes]
     return tuple(_unit_time(parts, run.tokens) for parts in (first, *blocks, head))
 
 
@@ -199,6 +212,11 @@ def stream_rates(shape: ModelShape, run: Footprint, speed: Speed) -> Rates:
         op_overhead_s=speed.link.copy_s,
         units=unit_times(shape, run, speed),
     )
+
+
+def _trained(run: Footprint, parts: UnitParts) -> UnitParts:
+    """Beside an adapter the model's own gradients are not computed."""
+    return replace(parts, weight_gradient=Parts(), sums=Parts()) if run.adapter.trains else parts
 
 
 def _sums(parameters: float, run: Footprint, speed: Speed) -> Parts:
