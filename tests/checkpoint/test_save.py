@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import resource
 import shutil
@@ -12,6 +13,7 @@ import time
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from muletrain.checkpoint import load, save
 from muletrain.checkpoint.layout import latest_complete, problem_with, published, step_folder, unfinished
@@ -53,6 +55,49 @@ def test_R07_position_is_plain_json_and_no_pickle_is_executed(tmp_path, monkeypa
     monkeypatch.setattr(torch, "load", lambda *a, **k: used.append(k.get("weights_only")) or real(*a, **k))
     load.load(path, ToyStrategy(), load.read_progress(path))
     assert used and all(used)
+
+
+class _Harmful:
+    """Unpickled, it makes a file: any function could be called so."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return type(self.file).touch, (self.file,)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_R07_an_index_from_elsewhere_runs_no_code(tmp_path, wrapped):
+    path, victim = _save(tmp_path, 3).path, tmp_path / "code-was-run"
+    index = pickle.loads((path / "state" / ".metadata").read_bytes())
+    index.planner_data = _Harmful(victim)
+    (path / "state" / ".metadata").write_bytes(pickle.dumps(index if wrapped else _Harmful(victim)))
+    strategy = ToyStrategy()
+    before = strategy.everything()
+    with pytest.raises(InputError, match=r"\.metadata: not read: it names .*could run code"):
+        load.load(path, strategy, load.read_progress(path))
+    assert not victim.exists() and strategy.everything() == before
+    pickle.loads(pickle.dumps(_Harmful(victim)))
+    assert victim.exists(), "an ordinary unpickler would have run it"
+
+
+@pytest.mark.parametrize(("content", "why"), [(b"", "Ran out of input"), (pickle.dumps({}), "holds dict and no index")])
+def test_R07_what_is_no_index_is_said_to_be_none(tmp_path, content, why):
+    path = _save(tmp_path, 3).path
+    (path / "state" / ".metadata").write_bytes(content)
+    with pytest.raises(InputError, match=why):
+        load.load(path, ToyStrategy(), load.read_progress(path))
+
+
+def test_R07_an_entry_that_is_no_tensor_is_refused(tmp_path):
+    """DCP would unpickle its bytes."""
+    path = _save(tmp_path, 3).path
+    index = pickle.loads((path / "state" / ".metadata").read_bytes())
+    index.state_dict_metadata["parameter/embed.weight"] = BytesStorageMetadata()
+    (path / "state" / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(InputError, match=r"parameter/embed.weight: absent in the checkpoint"):
+        load.load(path, ToyStrategy(), load.read_progress(path))
 
 
 def _truncate_model(folder):

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
+from muletrain.checkpoint.index import StateReader
 from muletrain.checkpoint.layout import PROGRESS, STATE, latest_complete
 from muletrain.checkpoint.progress import Progress
 from muletrain.checkpoint.state import State, flat_state, read_state
@@ -44,16 +44,16 @@ def read_progress(folder: Path) -> Progress:
 def load(folder: Path, strategy: Strategy, progress: Progress) -> None:
     """Fills the strategy's tensors and scalars from a complete checkpoint. Collective.
 
-    Raises InputError, before anything is changed, if the checkpoint is of another model.
+    Raises InputError, before anything is changed, if the checkpoint is of another model, or its index cannot be trusted.
     """
     state = flat_state(strategy)
-    reader = dcp.FileSystemReader(folder / STATE)
+    reader = StateReader(folder / STATE)
     _same_model(folder, state, reader)
     read_state(reader, state)
     strategy.loaded(progress.scalars)
 
 
-def _same_model(folder: Path, state: State, reader: dcp.FileSystemReader) -> None:
+def _same_model(folder: Path, state: State, reader: StateReader) -> None:
     saved = {
         name: tuple(entry.size) for name, entry in reader.read_metadata().state_dict_metadata.items() if hasattr(entry, "size")
     }
