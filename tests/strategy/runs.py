@@ -14,22 +14,11 @@ from muletrain.models.build import build_on_meta
 from muletrain.models.weights import open_weights
 from muletrain.optim.schedule import learning_rate
 from muletrain.precision.policy import precision_of
-from muletrain.spec.ledger import Ledger
-from muletrain.spec.plan import (
-    CheckpointPlan,
-    DataPlan,
-    LogPlan,
-    MemoryPlan,
-    ModelPlan,
-    ParallelPlan,
-    Plan,
-    PrecisionPlan,
-    StreamingPlan,
-    TrainPlan,
-)
+from muletrain.spec.plan import ModelPlan, Plan, StreamingPlan
 from muletrain.spec.recipe import OptimizerSection, ScheduleSection
 from muletrain.strategy.apply import build_strategy
 from muletrain.strategy.contract import StepContext, StepResult, Strategy
+from tests import plans
 
 ROWS, LENGTH = 8, 32
 
@@ -52,47 +41,23 @@ class Run:
 
 def plan_of(run: Run, workers: int = 1) -> Plan:
     """The plan of a run over `workers`."""
-    return Plan(
-        run_dir="",
-        model=run.model,
-        data=DataPlan(
-            source=(),
-            tokenizer="",
-            text_key="text",
-            sequence_length=LENGTH,
-            packing="best_fit",
-            validation_fraction=0.0,
-            bad_rows="skip",
-            cache_dir="",
-            processes=1,
-        ),
-        train=TrainPlan(
-            steps=run.steps,
-            epochs=0,
-            micro_batch=run.micro_batch,
-            micro_batches=ROWS // run.micro_batch,
-            clip_norm=run.clip_norm,
-            seed=run.seed,
-            evaluate_every=0,
-            evaluate_sequences=1,
-            compile=False,
-            optimizer=OptimizerSection(learning_rate=run.rate),
-            schedule=ScheduleSection(kind="cosine", warmup_steps=3),
-        ),
-        precision=PrecisionPlan(compute=run.compute, initial_loss_scale=65536.0),
-        memory=MemoryPlan(
-            strategy=run.strategy,
-            activations="recompute" if run.strategy == "streamed" else run.activations,  # all it has
-            loss_chunk=24,
-            gpu_limit=0,
-            streaming=StreamingPlan(**run.streaming),
-            host_limit=0,
-            ledger=Ledger(items=()),
-        ),
-        parallel=ParallelPlan(workers=workers, device="cpu"),
-        checkpoint=CheckpointPlan(every=0, keep=1, resume="auto", model_dtype="fp32"),
-        log=LogPlan(every=1, console="quiet"),
-        reasons=(),
+    return plans.make_plan(
+        run.model,
+        sequence_length=LENGTH,
+        steps=run.steps,
+        micro_batch=run.micro_batch,
+        micro_batches=ROWS // run.micro_batch,
+        clip_norm=run.clip_norm,
+        seed=run.seed,
+        optimizer=OptimizerSection(learning_rate=run.rate),
+        schedule=ScheduleSection(kind="cosine", warmup_steps=3),
+        compute=run.compute,
+        initial_loss_scale=65536.0,
+        strategy=run.strategy,
+        activations="recompute" if run.strategy == "streamed" else run.activations,  # all it has
+        loss_chunk=24,
+        streaming=StreamingPlan(**run.streaming),
+        workers=workers,
     )
 
 

@@ -11,21 +11,10 @@ from muletrain.data.prepare import prepare
 from muletrain.launch import local
 from muletrain.metrics.events import read_events
 from muletrain.spec.events import RunRecord
-from muletrain.spec.ledger import Ledger
-from muletrain.spec.plan import (
-    CheckpointPlan,
-    DataPlan,
-    LogPlan,
-    MemoryPlan,
-    ModelPlan,
-    ParallelPlan,
-    Plan,
-    PrecisionPlan,
-    TrainPlan,
-)
-from muletrain.spec.recipe import OptimizerSection, ScheduleSection
+from muletrain.spec.plan import DataPlan, ModelPlan, Plan
 from muletrain.train.build import Session
 from muletrain.train.worker import run_worker
+from tests import plans
 from tests.families.tiny import model_plan, tiny_llama
 
 
@@ -58,51 +47,10 @@ def make_materials(folder: Path, rows: int = 40, **model: Any) -> Materials:
     return Materials(model_plan(source), data, prepare(data).folder)
 
 
-_SECTION_OF = {
-    "train": TrainPlan,
-    "precision": PrecisionPlan,
-    "memory": MemoryPlan,
-    "parallel": ParallelPlan,
-    "checkpoint": CheckpointPlan,
-    "log": LogPlan,
-    "data": DataPlan,
-    "model": ModelPlan,
-}
-
-
 def make_plan(materials: Materials, run_dir: Path, **changes: Any) -> Plan:
     """A plan of 6 steps of 4 micro-batches; `changes` are fields of any section."""
-    plan = Plan(
-        run_dir=str(run_dir),
-        model=materials.model,
-        data=materials.data,
-        train=TrainPlan(
-            steps=6,
-            epochs=0,
-            micro_batch=1,
-            micro_batches=4,
-            clip_norm=1.0,
-            seed=3,
-            evaluate_every=0,
-            evaluate_sequences=4,
-            compile=False,
-            optimizer=OptimizerSection(learning_rate=1e-3),
-            schedule=ScheduleSection(kind="cosine", warmup_steps=2),
-        ),
-        precision=PrecisionPlan(compute="fp32", initial_loss_scale=1.0),
-        memory=MemoryPlan(
-            strategy="resident", activations="keep", loss_chunk=64, gpu_limit=0, host_limit=0, ledger=Ledger(items=())
-        ),
-        parallel=ParallelPlan(workers=1, device="cpu"),
-        checkpoint=CheckpointPlan(every=0, keep=2, resume="auto", model_dtype="fp32"),
-        log=LogPlan(every=1, console="quiet"),
-        reasons=(),
-    )
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in changes.items():
-        section = next(name for name, kind in _SECTION_OF.items() if key in kind.model_fields)  # "every" is the checkpoint's
-        sections.setdefault(section, {})[key] = value
-    return plan.model_copy(update={name: getattr(plan, name).model_copy(update=fields) for name, fields in sections.items()})
+    plan = plans.make_plan(materials.model, run_dir=str(run_dir)).model_copy(update={"data": materials.data})
+    return plans.changed(plan, **changes)
 
 
 def run(materials: Materials, plan: Plan, **session: Any) -> int:

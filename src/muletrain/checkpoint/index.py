@@ -23,7 +23,7 @@ _ALLOWED = {
     *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")),
     *((_METADATA, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
     *((_FILESYSTEM, name) for name in ("_StorageInfo", "_StoragePrefix")),
-    *(("pathlib", name) for name in ("Path", "PosixPath", "PurePosixPath", "WindowsPath")),
+    *((module, "PosixPath") for module in ("pathlib", "pathlib._local")),  # where it lies depends on Python's version
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
 }
