@@ -81,9 +81,8 @@ class Team:
     def _watch(self, others: dict[int, tuple[int, str]]) -> None:
         while not self._closed.wait(_LOOK_S):
             gone = [worker for worker, (pid, started) in others.items() if _started(pid) != started]
-            if gone:
+            if gone:  # again and again: another may have written a number since
                 self.stop(gone[0])
-                return
 
     def close(self) -> None:
         """Watches no longer."""

@@ -58,6 +58,7 @@ class HostSignals:
         with self._meter.wait():
             start, pause_s = time.monotonic(), 0.0
             while self._flags[place] < value:
+                self._team.require_all()
                 time.sleep(pause_s)
                 pause_s = min(_SHORT_S, pause_s + 2e-5)
                 if time.monotonic() - start > _PATIENCE_S:
