@@ -49,6 +49,19 @@ def test_a_streamed_step_is_its_timeline() -> None:
     assert modelled == pytest.approx(compute + overhead)
 
 
+def test_an_adapter_beside_a_streamed_model_takes_less_and_updates_nothing_that_travels() -> None:
+    full = predict(planned("streamed", **{"memory.placement": 0}), MACHINE)
+    plan = planned("streamed", **{"memory.placement": 0, "model.adapter.kind": "lora"})
+    found = predict(plan, MACHINE)
+    assert found.ledger == plan.memory.ledger and found.step_s < full.step_s
+    assert found.timeline is not None
+    kinds = {op.kind for op in found.timeline.ops}
+    assert kinds == {"fetch", "forward", "send", "receive", "backward", "epilogue", "decide"}
+    assert predict(planned("resident", **{"model.adapter.kind": "lora"}), MACHINE).step_s < predict(
+        planned("resident"), MACHINE
+    ).step_s  # fmt: skip
+
+
 def test_updates_in_backward_leave_nothing_pending() -> None:
     found = predict(planned("streamed", **{"train.clip_norm": 0}), MACHINE)
     assert found.timeline is not None
