@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from muletrain.checkpoint import load, save
+from muletrain.checkpoint import load, save, state
 from muletrain.checkpoint.layout import latest_complete, published, unfinished
 from muletrain.checkpoint.together import CheckpointError
 from muletrain.spec.errors import InputError
@@ -27,8 +27,11 @@ def _load(rank: int, workers: int, root: str, sharded: bool = True) -> dict[str,
     return strategy.everything()
 
 
+@pytest.mark.parametrize("chunk_bytes", [2**23, 20])
 @pytest.mark.parametrize("writers", [2, 3])
-def test_R05_saved_on_some_workers_read_on_any_other(tmp_path, writers):
+def test_R05_saved_on_some_workers_read_on_any_other(tmp_path, monkeypatch, writers, chunk_bytes):
+    """Whole shards, or cut into chunks of a row."""
+    monkeypatch.setattr(state, "_CHUNK_BYTES", chunk_bytes)
     run_workers(writers, _save, str(tmp_path))
     expected = ToyStrategy(7).everything()
     for readers in (3, 4):
@@ -41,7 +44,9 @@ def test_R05_plain_tensors_are_read_into_shards(tmp_path):
     assert run_workers(3, _load, str(tmp_path)) == [ToyStrategy(7).everything()] * 3
 
 
-def test_replicated_plain_tensors_are_written_once(tmp_path):
+@pytest.mark.parametrize("chunk_bytes", [2**23, 20])
+def test_replicated_plain_tensors_are_written_once(tmp_path, monkeypatch, chunk_bytes):
+    monkeypatch.setattr(state, "_CHUNK_BYTES", chunk_bytes)
     run_workers(2, _save, str(tmp_path / "two"), False)
     _save(0, 1, str(tmp_path / "one"), sharded=False)
 

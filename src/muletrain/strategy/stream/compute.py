@@ -44,7 +44,8 @@ class Work:
     gradients: dict[int, Tensor] = field(default_factory=dict)
     """Of the loss with respect to the latest unit's output."""
     shared: dict[int, Tensor] = field(default_factory=dict)
-    """The head's gradient of a weight it shares with the embedding, until the prologue's is there."""
+    """The head's gradient of a weight it shares with the embedding, until the prologue's is there. One a micro-batch of the
+    wave: one backward through the whole model adds the two before it adds the pair to the sum, and sums have its bits."""
 
 
 class Compute:
