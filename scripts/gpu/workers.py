@@ -71,6 +71,8 @@ def compared(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     prepare(plans["one"].data)
     record: dict[str, Any] = {"options": {name: str(value) for name, value in vars(options).items()}}
     for name, plan in plans.items():
+        if name not in options.runs.split(","):
+            continue
         start, count = time.perf_counter(), 1 if name == "one" else workers
         steps = options.independent_steps if name == "independent" else options.steps
         streaming, ledger = plan.memory.streaming, plan.memory.ledger
@@ -187,6 +189,22 @@ def _together(folder: Path, name: str, place: WorkerPlace) -> None:
         time.sleep(0.01)
 
 
+def _partly(record: dict[str, Any], speed: Callable[[dict[str, Any], float], float], tokens: int, workers: int) -> str:
+    """What there is, where not all three were run."""
+    lines = []
+    for name in ("one", "independent", "shared"):
+        found = record.get(name, {}).get("workers", [])
+        together = 1 if name == "shared" else len(found)
+        share = tokens / workers if name == "independent" else tokens
+        lines += [f"{name}: {sum(speed(each, share) for each in found[:together]):.0f} tokens/s"] if found else []
+    for whole, alone in record.get("shared", {}).get("workers", [{}])[0].get("pairs", []):
+        lines.append(f"exposed {1 - alone / whole:.1%}")
+    if "one" in record and "shared" in record:
+        pairs = zip(record["one"]["workers"][0]["losses"], record["shared"]["workers"][0]["losses"], strict=True)
+        lines.append(f"loss apart at most {max(abs(a - b) for a, b in pairs):.4f}")
+    return "\n".join(lines)
+
+
 def table(record: dict[str, Any]) -> str:
     """Ratios first."""
     options = record["options"]
@@ -195,6 +213,9 @@ def table(record: dict[str, Any]) -> str:
     def speed(found: dict[str, Any], share: float) -> float:
         return share / statistics.median(found["times"][UNTIMED:])
 
+    missing = [name for name in ("one", "independent", "shared") if name not in record]
+    if missing:
+        return _partly(record, speed, tokens, workers)
     one = speed(record["one"]["workers"][0], tokens)
     apart = sum(speed(found, tokens / workers) for found in record["independent"]["workers"])
     shared = speed(record["shared"]["workers"][0], tokens)

@@ -45,7 +45,8 @@ class Streams:
         self._streams["host"] = self._streams["compute"]
         for resource in RESOURCES:
             if resource not in self._streams:
-                self._streams[resource] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                # First in the queue: their kernels are short, and compute's follow each other densely.
+                self._streams[resource] = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self.traced: list[tuple[Op, torch.cuda.Event, torch.cuda.Event]] | None = None
         """Start and end of each op on its stream, if set to a list before a run."""
 

@@ -55,6 +55,8 @@ class HostUnit:
         `on_card`: `take` gives device memory, and the gradient stays where it is summed. `stored`: gradients go to the host.
         """
         self.number, self.on_card, self.layout, self._formats = number, on_card, FlatLayout.of(named), formats
+        if on_card:
+            most = max(most, self.layout.size)  # nothing of it is staged: one update for all that is decayed alike
         self.pieces: tuple[Region, ...] = tuple(self.layout.pieces(most)) if self.layout.size else ()
         size = self.layout.size
         self.state = _state(formats.state, size, take)
