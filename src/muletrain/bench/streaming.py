@@ -1,8 +1,8 @@
 """What the streamed strategy would do on cards that are not at hand: simulated, as a table, marked so.
 
-Two answers a point. `built`: the layout that this version's planner chooses (embedding, head and as many blocks as fit stay on
-the card; activations are computed again). `best`: what the solver finds when each block may also keep its activations on the
-card or send them to the host (schedule.solve). Both go through the same schedule and simulator as a run's plan. Of several
+Two answers a point. `built`: the layout that the planner chooses for a run. `best`: what the solver finds when each block may
+keep its activations on the card, send them to the host or compute them again (schedule.solve), which takes seconds and the
+planner therefore does not ask. Both go through the same schedule and simulator as a run's plan. Of several
 cards each has its own link, shares the state's updates with the others, and all share host memory's bandwidth; the card with
 the most micro-batches is simulated.
 """
@@ -18,17 +18,18 @@ from muletrain.catalog.gpus import find_gpu
 from muletrain.planner.compute import stream_rates
 from muletrain.planner.footprint import CONTEXT_BYTES, HOST_PROCESS_BYTES, Footprint, block_activations
 from muletrain.planner.memory import ledger
-from muletrain.planner.placement import USABLE
+from muletrain.planner.placement import USABLE, Budget, place
+from muletrain.planner.prediction import streamed_timeline
 from muletrain.planner.speed import Link, Speed, catalogue_speed, with_rates
 from muletrain.planner.streamed import layouts, stream_plan
 from muletrain.schedule.ops import StepShape, StreamPlan
-from muletrain.schedule.simulate import Timeline, simulate_steady
+from muletrain.schedule.simulate import Timeline
 from muletrain.schedule.solve import Box, Choice, choose
 from muletrain.spec.errors import DoesNotFitError, InputError
 from muletrain.spec.machine import Gpu
 from muletrain.spec.model_shape import ModelShape
 from muletrain.spec.plan import StreamingPlan
-from muletrain.spec.recipe import OptimizerState
+from muletrain.spec.recipe import MemorySection, OptimizerState
 from muletrain.spec.value import Value
 
 _GIB = 2**30
@@ -155,18 +156,13 @@ def _rounds(rows: int, size: int, cards: int) -> int:
 
 
 def built(work: Work, cards: Cards, micro_batch: int) -> Simulated:
-    """As the planner lays it out: the most whole blocks on the card that fit."""
+    """As the planner lays it out. Raises DoesNotFitError with what would fit."""
+    speed, limits = _speed(cards, work.cards), Budget(round(USABLE * cards.card_bytes), cards.host_bytes)
     run = _footprint(work, micro_batch)
-    card, short = round(USABLE * cards.card_bytes), 0
-    for layout in layouts(work.shape, run.streaming, "auto"):
-        laid_out = replace(run, streaming=layout)
-        needs = ledger(work.shape, laid_out)
-        short = max(needs.total("card") - card, needs.total("host") - cards.host_bytes)
-        if short <= 0:
-            plan = stream_plan(work.shape, laid_out)
-            line = simulate_steady(plan, _step(laid_out), stream_rates(work.shape, laid_out, _speed(cards, work.cards)))
-            return _simulated(work, laid_out, plan, line, needs.total("card"), needs.total("host"))
-    raise DoesNotFitError(f"{work.shape.name}: no layout fits, the smallest is {short / _GIB:.1f} GiB short")
+    placed = place(work.shape, MemorySection(strategy="streamed"), run, limits, speed)
+    run = replace(run, streaming=placed.streaming)
+    step, needs = streamed_timeline(work.shape, run, speed), placed.ledger
+    return _simulated(work, run, step.schedule.plan, step.line, needs.total("card"), needs.total("host"))
 
 
 def best(work: Work, cards: Cards, micro_batch: int) -> Simulated:
@@ -218,6 +214,8 @@ def _speed(cards: Cards, count: int) -> Speed:
 def _simulated(work: Work, run: Footprint, plan: StreamPlan, line: Timeline, card: int, host: int) -> Simulated:
     policies = [f"{plan.activations[1:-1].count(what)} {word}" for what, word in _WORDS if what in plan.activations[1:-1]]
     whole = [plan.placed(number) for number in range(len(plan.units))]
+    if plan.offload_every > 1 and "offload" in plan.activations:
+        policies.append(f"of one micro-batch in {plan.offload_every}")
     stays = f"{whole[1:-1].count('card')} blocks" + (" and the ends" if whole[0] == whole[-1] == "card" else "")
     waves = f", {plan.waves} waves" if plan.waves > 1 else ""
     return Simulated(
