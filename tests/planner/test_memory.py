@@ -97,7 +97,14 @@ def test_streamed_state_is_on_the_host_and_slots_are_two() -> None:
 def test_a_blocks_activations() -> None:
     # 4 x 20 + 2 x 20 + 2 x 10 + 3 x 50 = 290 numbers a token, 16 tokens, 4 bytes
     assert block_activations(SHAPE, RUN) == 290 * 16 * 4
-    assert block_activations(SHAPE, replace(RUN, compiled=False)) == 1.5 * 290 * 16 * 4
+    # eager: 6 x 20 + 2 x 20 + 2 x 10 + 4 x 50 = 380; norms in fp32 beside 16-bit numbers: 2 x 20 more
+    assert block_activations(SHAPE, replace(RUN, compiled=False)) == 380 * 16 * 4
+    assert block_activations(SHAPE, replace(RUN, compiled=False, compute="bf16")) == 420 * 16 * 2
+    qwen = SHAPE.model_copy(update={"family": "qwen3"})
+    assert block_activations(qwen, replace(RUN, compiled=False)) == (380 + 2 * 30) * 16 * 4
+    plain = SHAPE.model_copy(update={"family": "gpt2", "gated": False})
+    assert block_activations(plain, RUN) == 240 * 16 * 4
+    assert block_activations(plain, replace(RUN, compiled=False)) == (80 + 40 + 20 + 250) * 16 * 4
     assert block_activations(SHAPE, replace(RUN, compute="bf16")) == 290 * 16 * 2
 
 

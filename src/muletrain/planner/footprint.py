@@ -1,8 +1,11 @@
 """What memory depends on beside the model, and what one block keeps for backward.
 
-Activations a token a block, in numbers of c bytes: 4h + 2w + 2k + 3f with hidden h, attention width w, key/value width k,
-feed-forward f: the block's and the norms' inputs and outputs, queries, keys, values, attention's output, gate, up and their
-product. That is 32.1 h bytes for a 7 B LLaMA in bf16, as measured for compiled blocks; eager ones keep 1.5 times that.
+Activations a token a block, in numbers of c bytes; hidden h, attention width w, key/value width k, feed-forward f. Compiled:
+4h + 2w + 2k + 3f (2f without a gate): the block's and the norms' inputs and outputs, queries, keys, values, attention's output,
+gate, up and their product. That is 32.1 h bytes for a 7 B LLaMA in bf16, as measured. Eager: the norms' inputs, normalized and
+scaled, 6h (8h where c is 2: they compute in fp32), 2w + 2k, gate, up, activation and product 4f; Qwen3's norms of queries and
+keys 2(w + k) more (3 where c is 2); GPT-2's norms keep no third copy, its activation takes five steps: 4h + 2w + 2k + 5f. Held
+to within 5 % of what autograd saves (tests/planner/test_measured_memory.py).
 """
 
 from __future__ import annotations
@@ -16,8 +19,6 @@ from muletrain.spec.plan import AdapterPlan, StreamingPlan
 from muletrain.spec.recipe import ComputeDtype, StrategyName
 
 GIB = 2**30
-EAGER = 1.5
-"""Activations that an eager block keeps, over a compiled one."""
 CONTEXT_BYTES = GIB // 2
 """CUDA context and libraries on a card; interpreter and libraries of a worker on a CPU. Measured: 0.3 to 0.65 GiB."""
 CARD_CONTEXT_BYTES = 3 * GIB // 4
@@ -67,10 +68,20 @@ class Footprint:
 
 def block_activations(shape: ModelShape, run: Footprint) -> float:
     """Bytes that one block keeps for the backward of one micro-batch."""
-    width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    numbers = 4 * shape.hidden + 2 * width + 2 * kv_width + 3 * shape.ffn
-    whole = run.bytes_of[1] * numbers * run.tokens * (1.0 if run.compiled else EAGER)
-    return whole + _adapter_activations(shape, run)
+    numbers = _compiled_numbers(shape) if run.compiled else _eager_numbers(shape, run.bytes_of[1])
+    return float(run.bytes_of[1] * numbers * run.tokens) + _adapter_activations(shape, run)
+
+
+def _compiled_numbers(shape: ModelShape) -> int:
+    return 4 * shape.hidden + 2 * (shape.heads + shape.kv_heads) * shape.head_dim + (3 if shape.gated else 2) * shape.ffn
+
+
+def _eager_numbers(shape: ModelShape, number_bytes: int) -> int:
+    attention, half = (shape.heads + shape.kv_heads) * shape.head_dim, number_bytes < 4
+    if not shape.gated:  # layer norms, whose kernel keeps their input alone
+        return 4 * shape.hidden + 2 * attention + 5 * shape.ffn
+    normed = (3 if half else 2) * attention if shape.family.startswith("qwen3") else 0
+    return (8 if half else 6) * shape.hidden + 2 * attention + normed + 4 * shape.ffn
 
 
 def adapter_state(run: Footprint) -> tuple[float, str]:
