@@ -216,7 +216,8 @@ def _simulated(work: Work, run: Footprint, plan: StreamPlan, line: Timeline, car
     whole = [plan.placed(number) for number in range(len(plan.units))]
     if plan.offload_every > 1 and "offload" in plan.activations:
         policies.append(f"of one micro-batch in {plan.offload_every}")
-    stays = f"{whole[1:-1].count('card')} blocks" + (" and the ends" if whole[0] == whole[-1] == "card" else "")
+    count = whole[1:-1].count("card")
+    stays = f"{count} block{'s' if count != 1 else ''}" + (" and the ends" if whole[0] == whole[-1] == "card" else "")
     waves = f", {plan.waves} waves" if plan.waves > 1 else ""
     return Simulated(
         tokens_per_s=work.tokens / line.step_s,
