@@ -63,6 +63,13 @@ def test_targets_go_by_the_end_of_a_path_whole_words_only() -> None:
     assert "roj is no linear layer" in refused("gpt2", targets=("roj",))
 
 
+def test_with_experts_auto_is_what_every_block_has() -> None:
+    reasons: list[str] = []
+    adapter = plan_adapter(AdapterSection(kind="lora"), model_of("deepseek-v2-lite"), reasons)
+    assert adapter.targets == ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    assert any("every block has; experts are frozen" in reason for reason in reasons)
+
+
 def test_a_target_that_matches_nothing_names_the_layers_there_are() -> None:
     said = refused("smollm2-135m", targets=("q_porj", "lm_head"))
     assert "model.adapter.targets: q_porj is no linear layer of a block of smollm2-135m; did you mean q_proj?" in said

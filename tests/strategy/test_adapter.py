@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 
 from muletrain.models.lora import matrix_of
 from muletrain.planner.adapter import plan_adapter
+from muletrain.planner.memory import ledger
+from muletrain.planner.prediction import footprint
 from muletrain.planner.source import read_model
 from muletrain.spec.plan import ModelPlan
 from muletrain.spec.recipe import AdapterSection, ModelSection
@@ -18,7 +21,8 @@ from muletrain.strategy.stream.executor import Threads
 from muletrain.strategy.stream.strategy import StreamedStrategy
 from tests.dist.workers import run_workers
 from tests.families.tiny import tiny_gpt2, tiny_llama
-from tests.strategy.runs import Run, advance, curve, start, train, train_alone, worst
+from tests.strategy.runs import Run, advance, curve, plan_of, start, train, train_alone, worst
+from tests.strategy.stream.test_engine import MLA_AND_EXPERTS
 
 FAMILIES = ["llama", "gpt2"]
 DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
@@ -152,6 +156,43 @@ def test_only_the_adapter_moves_and_has_state(models: dict[str, ModelPlan], fami
         state = start(run).state_tensors()
         assert all(set(tensors) == moved for tensors in state.values())
         assert sum(tensor.shape.numel() for tensor in state["parameter"].values()) == adapter.parameters
+
+
+def test_blocks_that_differ(tmp_path: Path) -> None:
+    """DeepSeek-V2: a dense block, then blocks with experts; the adapters are on attention, whose parts are alike."""
+    (tmp_path / "config.json").write_text(json.dumps(MLA_AND_EXPERTS))
+    model = adapted(tmp_path)
+    run = Run(model, compute="fp32", rate=1e-2, steps=3)
+    expected = train_alone(run)
+    assert train_alone(replace(run, strategy="streamed", streaming={"waves": 2, "on_card": (0, 1, 4)})) == expected
+    assert expected[-1][0] < expected[0][0]
+
+
+def _bytes(tensors: Any) -> int:
+    """Of tensors that share no memory."""
+    whole = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(whole.values())
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
+def test_the_ledger_is_what_was_built(models: dict[str, ModelPlan], compute: str) -> None:
+    """Arrays start at 256 elements, and buffers that no parameter is are not counted."""
+    run = Run(models["llama"], compute=compute)
+    shape, padding = run.model.shape, 256 * 4 * 4 * (len(run.model.adapter.targets) * 2 + 9) * run.model.shape.layers
+    resident: Any = start(run)
+    states = [t for s in resident._states for t in (s.master, s.exp_avg, s.exp_avg_sq)]
+    built = _bytes([p.detach() for p in resident._model.parameters()] + states + resident._sums._flats)
+    planned = ledger(shape, replace(footprint(plan_of(run)), device="cuda")).items
+    assert built == sum(item.size_bytes for item in planned if item.part in ("parameters", "adapter"))
+    streamed: Any = start(replace(run, strategy="streamed"))
+    device, adapter = streamed._built.device, streamed._built.device.adapter
+    frozen = sum(unit.working.nbytes for unit in device.units)
+    held = _bytes([*adapter.unit.state.tensors(), adapter._gradient, adapter.unit.working])
+    in_slots = sum(slot.flat.nbytes for slot in {id(slot): slot for slot in device.slots[1:-1]}.values())
+    planned = ledger(shape, replace(footprint(plan_of(replace(run, strategy="streamed"))), device="cpu")).items
+    parts = {item.part: item.size_bytes for item in planned}
+    for size, part in ((frozen, "parameters"), (held, "adapter"), (in_slots, "slots")):
+        assert parts[part] <= size <= parts[part] + padding, part
 
 
 def test_the_frozen_base_is_in_the_models_dtype_everywhere(models: dict[str, ModelPlan]) -> None:

@@ -67,6 +67,6 @@ def _same_model(folder: Path, state: State, reader: StateReader) -> None:
     if differ:
         more = f"\n  and {len(differ) - 5} more" if len(differ) > 5 else ""
         raise InputError(
-            f"model.source: {folder} holds another model than the recipe asks for. Give the model it was made with, or choose "
-            "another run_dir:\n  " + "\n  ".join(differ[:5]) + more
+            f"model.source: {folder} holds another model than the recipe asks for. Give the model and model.adapter that it "
+            "was made with, or choose another run_dir:\n  " + "\n  ".join(differ[:5]) + more
         )

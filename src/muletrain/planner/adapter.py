@@ -29,7 +29,10 @@ def plan_adapter(section: AdapterSection, model: ModelPlan, reasons: list[str]) 
     targets = section.targets
     if targets == ("auto",):
         targets = tuple(dict.fromkeys(linear.name.rpartition(".")[2] for linear in shape.linears))
-        reasons.append(f"model.adapter.targets = {', '.join(targets)}: all linear layers of a block")
+        which = (
+            "all linear layers that every block has; experts are frozen" if shape.experts else "all linear layers of a block"
+        )
+        reasons.append(f"model.adapter.targets = {', '.join(targets)}: {which}")
     problems = _target_problems(targets, shape)
     adapted = shape.adapted(targets)
     problems += _rank_problems(section.rank, adapted)

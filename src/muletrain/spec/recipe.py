@@ -74,7 +74,8 @@ class AdapterSection(Value):
     dropout: Real = Field(0.0, ge=0.0, lt=1.0)
     """Share of A's inputs that are zeroed in training."""
     targets: Sources = ("auto",)
-    """Names of the linear layers of a block to adapt, e.g. [q_proj, v_proj]. auto: all of them."""
+    """Names of the linear layers of a block to adapt, e.g. [q_proj, v_proj]. auto: all of them (of models with
+    experts: attention's)."""
     rslora: Flag = False
     """Scale by alpha / sqrt(rank) instead, which keeps high ranks learning (Kalajdzievski 2023)."""
 
