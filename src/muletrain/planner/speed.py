@@ -3,7 +3,7 @@
 Measured: a product of any shape takes what its neighbours among the measured ones take, by their distance in powers of two in
 all three sizes; attention likewise by head size and length. From the catalogue: the dense peak times what is reached of it.
 Shares of the peak, where a card's own product rate is not in the catalogue: products 0.80 (median of the eight cards of the
-catalogue that have one: 0.64 to 0.87), 0.95 on GeForce, whose peak with fp32 accumulation is halved (RTX 4090: 151 to 168 of
+catalogue that have one: 0.64 to 0.87), 0.95 of GeForce's 16-bit peak, which fp32 accumulation halves (RTX 4090: 151 to 168 of
 165 TFLOP/s measured); attention 0.60 forward and 0.50 backward (FlashAttention-2, Dao 2023, A100), 0.31 and 0.26 from Hopper
 on, whose own instructions that kernel does not use (`mule probe` on an H200, heads of 128); memory 0.87 of the stated
 bandwidth; both ways of a link together 0.90 of the sum (measured on an H200 at 0.88 to 0.91, docs/LOG.md).
@@ -125,16 +125,17 @@ def speed_of(machine: Machine, dtype: ComputeDtype, gpu: int = 0) -> Speed:
 def catalogue_speed(card: Gpu, dtype: ComputeDtype) -> Speed:
     """From the card's data sheet. Raises InputError for an unknown card or a format that it does not compute in."""
     spec = driver_spec(card.name)
-    peak = spec.flops.get("tf32" if dtype == "fp32" else dtype) if spec else None
+    peak = spec.flops.get(dtype) if spec else None
     if spec is None or peak is None:
         what = "is not in the catalogue" if spec is None else f"has no {dtype} rate in the catalogue"
         raise InputError(f"{card.name} {what}: measure it with `mule probe --out machine.json` and plan with --on machine.json")
-    product = spec.measured_bf16_flops if dtype in ("bf16", "fp16") else 0.0
+    half = dtype in ("bf16", "fp16")
+    product = spec.measured_bf16_flops if half else 0.0
     forward, backward = HOPPER_ATTENTION_SHARE if spec.capability >= (9, 0) and not spec.geforce else ATTENTION_SHARE
     link = spec.link_bytes_s
     return Speed(
         source=f"catalogue: {spec.name}, shares of its dense peak",
-        products=(((1, 1, 1), product or (GEFORCE_PRODUCT_SHARE if spec.geforce else PRODUCT_SHARE) * peak),),
+        products=(((1, 1, 1), product or (GEFORCE_PRODUCT_SHARE if spec.geforce and half else PRODUCT_SHARE) * peak),),
         attention_forward=(((1, 1), forward * peak),),
         attention_backward=(((1, 1), backward * peak),),
         memory_bytes_s=MEMORY_SHARE * spec.bandwidth_bytes_s,
@@ -198,11 +199,18 @@ def _products(rates: ComputeRates, dtype: ComputeDtype, hostname: str) -> tuple[
 
 
 def _attention(rates: ComputeRates, dtype: ComputeDtype, *, backward: bool) -> tuple[Point, ...]:
-    """Of the format, or of the nearest one that was measured: attention in fp32 is rare enough not to be probed for itself."""
-    same = [rate for rate in rates.attention if rate.dtype == dtype] or rates.attention
-    return tuple(
-        ((rate.head_dim, rate.sequence), (rate.backward_flops_s if backward else rate.forward_flops_s).median) for rate in same
-    )
+    """Of the format; where it was measured in another one alone, slower or faster as the best products in the two are."""
+
+    def best(kind: str) -> float:
+        return max((rate.flops_s.median for rate in rates.matmuls if rate.dtype == kind), default=0.0)
+
+    found = [rate for rate in rates.attention if rate.dtype == dtype] or rates.attention
+    points = []
+    for rate in found:
+        measured = (rate.backward_flops_s if backward else rate.forward_flops_s).median
+        by = 1.0 if rate.dtype == dtype else best(dtype) / best(rate.dtype)
+        points.append(((rate.head_dim, rate.sequence), by * measured))
+    return tuple(points)
 
 
 def _near(points: Sequence[Point], sizes: tuple[int, ...]) -> float:
