@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
+from peft import inject_adapter_in_model
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from muletrain.catalog.families import model_shape
+from muletrain.models.lora import lora_config
 from muletrain.planner.footprint import Footprint, block_activations
 from muletrain.planner.memory import ledger
+from muletrain.spec.plan import AdapterPlan
 from muletrain.spec.recipe import ComputeDtype
 from tests.families.tiny import model_plan, tiny_gpt2, tiny_llama
 from tests.strategy.runs import Run, start
@@ -76,6 +80,26 @@ def test_an_eager_block_keeps_what_is_planned(family: str, changes: dict[str, An
         tables = model.model.rotary_emb(hidden, torch.arange(LENGTH).unsqueeze(0))
         found = saved_bytes(model.model.layers[0], hidden, position_embeddings=tables, attention_mask=None)
     assert found == pytest.approx(block_activations(model_shape(fields, "x"), footprint(compute)), rel=0.05)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("targets", [None, ("q_proj", "v_proj")], ids=str)
+def test_an_eager_block_with_an_adapter_keeps_no_more_than_is_planned(
+    targets: tuple[str, ...] | None, dropout: float, compute: ComputeDtype
+) -> None:
+    """With all layers adapted within 10 %; a frozen layer without an adapter keeps no input, which the plan does not count on."""
+    shape = model_shape(LLAMA, "x")
+    names = targets or tuple(linear.name for linear in shape.linears)
+    adapter = AdapterPlan(kind="lora", rank=8, alpha=8.0, dropout=dropout, targets=names, parameters=1)
+    dtype = torch.float32 if compute == "fp32" else torch.bfloat16
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA), attn_implementation="sdpa", dtype=dtype)
+    inject_adapter_in_model(lora_config(adapter, model), model)
+    block, hidden = model.to(dtype).train().model.layers[0], torch.randn(ROWS, LENGTH, 128, requires_grad=True, dtype=dtype)
+    tables = model.model.rotary_emb(hidden, torch.arange(LENGTH).unsqueeze(0))
+    found = saved_bytes(block, hidden, position_embeddings=tables, attention_mask=None)
+    planned = block_activations(shape, replace(footprint(compute), adapter=adapter))
+    assert 0.99 * found <= planned <= (1.4 if targets else 1.1) * found
 
 
 @pytest.mark.parametrize("compute", [kind for kind in get_args(ComputeDtype) if kind != "fp16"])
