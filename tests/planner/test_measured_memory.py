@@ -88,7 +88,7 @@ def test_an_eager_block_keeps_what_is_planned(family: str, changes: dict[str, An
 def test_an_eager_block_with_an_adapter_keeps_no_more_than_is_planned(
     targets: tuple[str, ...] | None, dropout: float, compute: ComputeDtype
 ) -> None:
-    """With all layers adapted within 10 %; a frozen layer without an adapter keeps no input, which the plan does not count on."""
+    """With all layers adapted within 10 %. A frozen layer without an adapter keeps no input: less than planned."""
     shape = model_shape(LLAMA, "x")
     names = targets or tuple(linear.name for linear in shape.linears)
     adapter = AdapterPlan(kind="lora", rank=8, alpha=8.0, dropout=dropout, targets=names, parameters=1)
