@@ -27,27 +27,31 @@ _MEMINFO = Path("/proc/meminfo")
 class HostArena:
     """`take` cuts arrays off one mapping until it is used up; `close` gives the whole back."""
 
-    def __init__(self, size_bytes: int, register: bool, file: int = -1, mapped_before: bool = False) -> None:
+    def __init__(self, size_bytes: int, register: bool, file: int = -1) -> None:
         """Maps `size_bytes`, zeroed. `register`: pin it for a CUDA device, so that copies run beside compute. `file`: the
-        descriptor of a memory file of at least that size, for a mapping to share; `mapped_before`: another worker has done so.
+        descriptor of a memory file of at least that size to map, for which there is known to be room.
 
         Raises DoesNotFitError with the shortfall before anything is mapped, or where the driver refuses to register it.
         """
         self._size = -(-max(size_bytes, 1) // _ALIGNMENT) * _ALIGNMENT
-        if not mapped_before:
+        if file < 0:
             require_free(self._size)
-        self._map, self._fresh = mmap.mmap(file, self._size), not mapped_before
+        self._map = mmap.mmap(file, self._size)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._used, self._registered = 0, False
         if register:
-            self._register()
+            self.touch()
+            self.register()
 
-    def _register(self) -> None:
-        if self._fresh:  # else other workers' numbers may be there already
-            touched = np.frombuffer(self._map, dtype=np.uint8)
-            starts = range(0, self._size, _TOUCH)
-            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-                list(pool.map(lambda start: touched[start : start + _TOUCH : _ALIGNMENT].fill(0), starts))
+    def touch(self) -> None:
+        """Has the kernel provide all pages, several at a time; they are zero afterwards."""
+        touched = np.frombuffer(self._map, dtype=np.uint8)
+        starts = range(0, self._size, _TOUCH)
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            list(pool.map(lambda start: touched[start : start + _TOUCH : _ALIGNMENT].fill(0), starts))
+
+    def register(self) -> None:
+        """Pins the memory for the current CUDA device. Raises DoesNotFitError where the driver refuses."""
         code = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self._size, 0)
         if int(code) != 0:
             raise DoesNotFitError(

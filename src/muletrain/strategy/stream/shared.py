@@ -62,13 +62,13 @@ class Team:
         if kind == "error":
             raise DoesNotFitError(value)
         file = value if first else _open(self._pids[0], value)
-        if first:
-            arena = HostArena(size_bytes, register, file)
-        dist.barrier()
-        if not first:
-            arena = HostArena(size_bytes, register, file, mapped_before=True)
-        dist.barrier()  # worker 0's descriptor must last until all have opened it
+        arena = HostArena(size_bytes, register=False, file=file)
+        if first and register:
+            arena.touch()
+        dist.barrier()  # nothing is in the memory before; and worker 0's descriptor lasts until all have opened it
         os.close(file)
+        if register:  # all at once
+            arena.register()
         return arena
 
     def watch(self, flags: Any) -> None:
