@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from muletrain.checkpoint.progress import Progress, plan_summary
+from muletrain.spec.plan import AdapterPlan
 from muletrain.spec.recipe import OptimizerSection
 from muletrain.train.resume import carry_over
 from tests.train.tiny import make_plan
@@ -54,6 +55,21 @@ def test_R08_other_data_starts_at_its_beginning(materials, tmp_path):
     assert "starts at their beginning; 13 updates count" in notes[0]
     position, notes = carry_over(_saved(plan), make_plan(materials, tmp_path, sequence_length=16), 20, "f")
     assert position.window == 0 and "data.sequence_length changed" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"alpha": 8.0}, "model.adapter.alpha was 4.0, is now 8.0: the matrices fit"),
+        ({"dropout": 0.1}, "model.adapter.dropout was 0.0, is now 0.1: the matrices fit"),
+        ({"base": "/other"}, "model.adapter.base was /model, is now /other: the frozen weights may be others"),
+    ],
+)
+def test_an_adapter_goes_on_and_says_what_changed(materials, tmp_path, changes, words):
+    adapter = AdapterPlan(kind="lora", rank=2, alpha=4.0, targets=("q_proj",), parameters=8, base="/model")
+    saved = _saved(make_plan(materials, tmp_path, adapter=adapter))
+    _, notes = carry_over(saved, make_plan(materials, tmp_path, adapter=adapter.model_copy(update=changes)), 10, "f")
+    assert len(notes) == 1 and words in notes[0]
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
     }
     adapter = plan.model.adapter
     if adapter.trains:
-        for key in ("kind", "rank", "alpha", "dropout", "targets", "rslora"):
+        for key in ("kind", "rank", "alpha", "dropout", "targets", "rslora", "base"):
             keys[f"model.adapter.{key}"] = adapter.model_dump(mode="json")[key]
     for section in ("optimizer", "schedule"):
         for key, value in getattr(plan.train, section).model_dump(mode="json").items():

@@ -21,6 +21,7 @@ _RULES = {
     "train.epochs": "the end moves; passes already made count",
     "train.clip_norm": "applies from here on",
     "train.seed": "the order of rows changes in the middle of an epoch: some rows come twice in it, some not at all",
+    "model.adapter.base": "the frozen weights may be others than those that the adapter was trained beside so far",
     "model.adapter.": "the matrices fit, so it is taken from here on",
     "model.config": "the weights fit, so it is taken",
 }
