@@ -136,6 +136,8 @@ def test_streamed_keeps_two_bytes_a_parameter_on_the_host_and_nothing_else() -> 
     found = parts(ledger(SHAPE, card))
     assert not {"staging", "gradients", "state", "workspace"} & set(found)
     assert found["adapter"] == 16 * 100 + 2 * 2 * 100 // 4
+    more = replace(run, streaming=run.streaming.model_copy(update={"inputs": "host", "on_card": (0, 1, 2, 5)}))
+    assert parts(ledger(SHAPE, more))["adapter"] == 16 * 100 + 2 * 4 * 100 // 4  # two blocks that stay, two slots
     assert states(strategy="streamed", activations="recompute", compute="bf16", device="cpu") == {
         "parameters": 2 * 7000,
         "adapter": 16 * 100,

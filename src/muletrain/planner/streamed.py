@@ -181,7 +181,8 @@ def _card(shape: ModelShape, run: Footprint, plan: StreamPlan, step: StepShape) 
     logits = c * min(run.loss_chunk, run.tokens) * shape.vocab
     sizes = card_bytes(plan, step, logits_bytes=logits, context_bytes=CARD_CONTEXT_BYTES)
     blocks = [number for number in range(1, shape.layers + 1) if plan.placed(number) == "card"]
-    held = f"{len(blocks) + min(plan.slots, shape.layers - len(blocks))} blocks + embedding and head"
+    slots = len(blocks) + min(plan.slots, shape.layers - len(blocks))
+    held = f"{slots} blocks + embedding and head"
     rows = 2 if plan.inputs == "host" else shape.layers + 1
     parts: list[tuple[str, int, str]] = [
         ("slots", sizes["slots"], f"{c} bytes x ({held})"),
@@ -201,18 +202,14 @@ def _card(shape: ModelShape, run: Footprint, plan: StreamPlan, step: StepShape) 
     ]
     if run.adapter.trains:
         size, how = adapter_state(run)
-        return _items("card", [*parts, ("adapter", round(size) + _slot_copies(shape, run), how)])
+        beside = c * slots * run.adapter.parameters // shape.layers  # a block's part of the adapter in each slot
+        return _items("card", [*parts, ("adapter", round(size) + beside, how)])
     if plan.workers > 1:
         parts.append(("parts", sizes["parts"], f"gradients of {run.workers} workers to be summed, of the largest piece, twice"))
     if shape.tied:
         count = wave // run.tokens
         parts.append(("tied gradients", c * head * count, f"{c} bytes x head x {count} micro-batches of a wave"))
     return _items("card", parts)
-
-
-def _slot_copies(shape: ModelShape, run: Footprint) -> int:
-    """Beside a block's weights in each slot: the block's part of the adapter."""
-    return run.bytes_of[1] * min(SLOTS, shape.layers) * run.adapter.parameters // shape.layers
 
 
 def _narrowing(run: Footprint, plan: StreamPlan) -> int:
