@@ -236,6 +236,10 @@ def _passing(shape: ModelShape, run: Footprint, logits: int) -> list[tuple[str, 
         ("activation gradients", gradients, f"{c} bytes x (3 ffn + 2 hidden) x {run.tokens} tokens: at the widest"),
         ("workspace", trained * c * shape.block_parameters, f"{c} bytes x a block's parameters: their gradients"),
     ]
+    if run.adapter.trains:
+        numbers = sum(linear.inputs + linear.outputs for linear in shape.adapted(run.adapter.targets))
+        how = f"{c} bytes x inputs and outputs of adapted layers, once more, x {run.tokens} tokens"
+        block.append(("adapter activations", c * numbers * run.tokens, how))
     head = [
         ("logits", logits, f"{c} bytes x {min(run.loss_chunk, run.tokens)} tokens x {shape.vocab} words"),
         (

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from muletrain.optim.adamw import UpdateScalars
 from muletrain.optim.flat import FlatState, Region, update_piece
 from muletrain.optim.master import SplitMaster
+from muletrain.optim.moments import BLOCK
 from muletrain.schedule.layout import Layout
 from muletrain.schedule.ops import Op, StreamPlan, index_in
 from muletrain.spec.recipe import OptimizerSection
@@ -87,7 +88,9 @@ class Device:
         # A copy over the link that also changes the format would allocate the whole unit in the other format; each link
         # direction does it by pieces through a buffer of its own.
         self._narrow = {
-            way: torch.zeros(most if formats.gradient != formats.precision.master else 0, dtype=formats.gradient, device=device)
+            way: torch.zeros(
+                max(most, BLOCK) if formats.gradient != formats.precision.master else 0, dtype=formats.gradient, device=device
+            )
             for way in ("up", "down")
         }
         self._gradients: dict[tuple[int, ...], Tensor] = {}
@@ -225,14 +228,20 @@ class Device:
     @torch.no_grad()
     def store(self, op: Op) -> None:
         """A unit's summed gradient home."""
-        host, card = self.units[op.unit].gradient, self.gradient(op)
+        self.gradient_home(self.units[op.unit].gradient, self.gradient(op))
+
+    @torch.no_grad()
+    def gradient_home(self, host: Tensor, card: Tensor) -> None:
+        """A gradient on the card into `host`, in the host's format; on the down stream."""
         if host.dtype == card.dtype:
             host.copy_(card, non_blocking=True)
             return
-        for piece in self.units[op.unit].pieces:
-            narrow = self._narrow["down"][: piece.size]
-            narrow.copy_(card[piece.start : piece.stop])
-            host[piece.start : piece.stop].copy_(narrow, non_blocking=True)
+        room = self._narrow["down"]
+        for start in range(0, len(card), len(room)):
+            part = card[start : start + len(room)]
+            narrow = room[: len(part)]
+            narrow.copy_(part)
+            host[start : start + len(part)].copy_(narrow, non_blocking=True)
 
     @torch.no_grad()
     def fetch_gradient(self, op: Op) -> None:
@@ -241,10 +250,12 @@ class Device:
         if host.dtype == card.dtype:
             card.copy_(host, non_blocking=True)
             return
-        for piece in self.units[op.unit].pieces:
-            narrow = self._narrow["up"][: piece.size]
-            narrow.copy_(host[piece.start : piece.stop], non_blocking=True)
-            card[piece.start : piece.stop].copy_(narrow)
+        room = self._narrow["up"]
+        for start in range(0, len(card), len(room)):
+            part = card[start : start + len(room)]
+            narrow = room[: len(part)]
+            narrow.copy_(host[start : start + len(part)], non_blocking=True)
+            part.copy_(narrow)
 
     # --- inputs -----------------------------------------------------------------------------------------------------
 

@@ -96,7 +96,7 @@ class Exchange:
     def store_part(self, op: Op) -> None:
         """This worker's gradient of a unit into its ring."""
         gradient = self._device.gradient(op)
-        self._ring(self._plan.worker, op)[: len(gradient)].copy_(gradient, non_blocking=True)
+        self._device.gradient_home(self._ring(self._plan.worker, op)[: len(gradient)], gradient)
 
     def _ring(self, worker: int, op: Op) -> Tensor:
         return self._rings[worker][ring_slot(self._plan, op.unit)]
