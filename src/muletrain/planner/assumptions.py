@@ -65,3 +65,22 @@ class Assumptions:
     host_update_s: float = 0.5e-9
     """A parameter, for AdamW on the host's processor, its transfers not counted. DeepSpeed on a 4090 box: 0.73 s a billion with
     them."""
+    host_memory_bytes_s: float = 85e9
+    """What the cards of a box read from its host memory together. Measured on 8-channel boxes: 85 to 90 GB/s."""
+    nvlink_share: float = 0.75
+    """Of one direction of NVLink that collectives reach."""
+    peer_share: float = 0.75
+    """Of the PCIe link that collectives reach where cards reach each other over it."""
+    through_host_share: float = 0.5
+    """The same where everything goes through host memory: NCCL on RTX 4090s does 11 to 16 GB/s."""
+
+    # power
+    box_w: float = 250.0
+    """Of a box beside its cards: processor, memory, fans. An allowance, nothing published was found."""
+    supply: float = 0.92
+    """Of the socket's power that a supply passes on (80 Plus Gold to Platinum at half load)."""
+
+    # how far off plans are
+    step_low: float = 0.81
+    step_high: float = 1.42
+    """Four of five published runs took between these times the planned step time (`mule bench planner`, each source left out)."""

@@ -127,6 +127,8 @@ class Job:
     """Gradients of micro-batches before the last add up whole on each card, and are shared out after it (no_sync)."""
     update_in_backward: bool = False
     """A gradient is used up as soon as it is there."""
+    product_flops_s: float = 0.0
+    """Measured rate of large 16-bit products; 0: from the catalogue."""
     power_w: float = 0.0
     """The card's limit; 0: its TDP."""
     adapter_fraction: float = 1.0

@@ -118,17 +118,24 @@ def _micro_batch(job: Job, assumed: Assumptions) -> dict[str, float]:
 
 def _matmul_s(job: Job, assumed: Assumptions, again: float) -> float:
     """Products of all blocks: forward, again where recomputed, the inputs' gradients, and the matrices' own if trained."""
-    rate = product_rate(job.card, job.matmul, assumed, job.power_w)
+    rate = _rate(job, job.matmul, assumed)
     blocks = job.shape.matmul_parameters - job.shape.vocab * job.shape.hidden
     adapters = 6.0 * job.trained * job.tokens if job.rank else 0.0
     flops = 2.0 * blocks * job.tokens * (1 + again + (2.0 if job.full else 1.0)) + adapters
     return flops / job.split / rate / filled(job)
 
 
+def _rate(job: Job, matmul: Matmul, assumed: Assumptions) -> float:
+    known = product_rate(job.card, matmul, assumed, job.power_w)
+    if not job.product_flops_s:
+        return known
+    return job.product_flops_s * (known / product_rate(job.card, "bf16", assumed, job.power_w) if matmul == "fp8" else 1.0)
+
+
 def _head_s(job: Job, assumed: Assumptions) -> float:
     """Products of the head in 16 bits, and logits passed over: fused 8 bytes each, else 2.5 times what they take."""
     shape, t = job.shape, job.tokens
-    rate = product_rate(job.card, "bf16" if job.matmul == "fp8" else job.matmul, assumed, job.power_w)
+    rate = _rate(job, "bf16" if job.matmul == "fp8" else job.matmul, assumed)
     products = 2.0 * shape.vocab * shape.hidden * t * (3.0 if job.full else 2.0) / rate
     passes = 8.0 if job.fused_loss else 2.5 * assumed.logits_bytes
     passed = passes * t * shape.vocab / (job.card.bandwidth_bytes_s * assumed.memory_share)
