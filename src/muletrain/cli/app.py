@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from muletrain.cli import bench, config, data, export, generate, probe, train
+from muletrain.cli import bench, config, data, export, generate, plan, probe, train
 from muletrain.spec.errors import InputError, MuleError
 
 EXIT_INTERRUPTED = 130
@@ -75,6 +75,7 @@ def mule(
     """Train large language models on the GPUs that people can actually get."""
 
 
+app.command("plan")(plan.command)
 app.command("train")(train.command)
 app.command("generate")(generate.command)
 app.command("export")(export.command)

@@ -40,7 +40,7 @@ def show(
     request = load_recipe(recipe, overrides or ())
     if plan:
         decided = _plan(request)
-        print(decided.to_json() if as_json else _plan_text(decided), end="")
+        print(decided.to_json() if as_json else plan_text(decided), end="")
     elif as_json:
         content = {"schema_version": SCHEMA_VERSION, "recipe": request.model_dump(mode="json")}
         print(json.dumps(content, indent=2, ensure_ascii=False))
@@ -88,7 +88,7 @@ def _plan(request: RunConfig) -> Plan:
     return resolve(request, box_for(request), interactive=sys.stdout.isatty())
 
 
-def _plan_text(plan: Plan) -> str:
+def plan_text(plan: Plan) -> str:
     import yaml
 
     content = plan.model_dump(mode="json")

@@ -83,4 +83,4 @@ class Assumptions:
     # how far off plans are
     step_low: float = 0.81
     step_high: float = 1.42
-    """Four of five published runs took between these times the planned step time (`mule bench planner`, each source left out)."""
+    """Four of five published runs took between these times the planned step (`mule bench planner`, each source left out)."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from muletrain.planner.assumptions import Assumptions
-from muletrain.planner.compute import compute_time, stream_rates
+from muletrain.planner.compute import compute_time
 from muletrain.planner.fleet import Fleet
 from muletrain.planner.footprint import Footprint
 from muletrain.planner.job import Job
@@ -18,12 +18,10 @@ from muletrain.planner.job_time import filled, product_rate, step_time
 from muletrain.planner.memory import ledger
 from muletrain.planner.money import card_watts, wall_watts
 from muletrain.planner.placement import USABLE
+from muletrain.planner.prediction import streamed_timeline
 from muletrain.planner.speed import COPY_S, DUPLEX_SHARE, KERNEL_S, Link, Speed, speed_of
-from muletrain.planner.streamed import layouts, stream_plan
+from muletrain.planner.streamed import layouts, traffic_bytes
 from muletrain.planner.ways import Way, Work
-from muletrain.schedule.build import build
-from muletrain.schedule.ops import StepShape
-from muletrain.schedule.simulate import simulate
 from muletrain.spec.ledger import Ledger
 
 
@@ -66,21 +64,73 @@ class Estimate:
 def memory_of(way: Way, fleet: Fleet, assumed: Assumptions) -> tuple[Way, Ledger, int, int]:
     """(the way, laid out as it fits best, its ledger, spare bytes on a card, on a box)."""
     if way.run is not None and way.strategy == "streamed":
-        found = None
-        for streaming in layouts(way.job.shape, way.run.streaming, "auto"):
-            run = replace(way.run, streaming=streaming)
-            found = (replace(way, run=run), ledger(way.job.shape, run))
-            if _card_spare(way, found[1]) >= 0:
-                break
-        assert found is not None
-        return *found, _card_spare(way, found[1]), _host_spare(fleet, found[1])
+        way, needed = _laid_out(way, way.run)
+        return way, needed, _card_spare(way, needed), _host_spare(fleet, needed)
     needed = ledger(way.job.shape, way.run) if way.run is not None else job_ledger(way.job, assumed)
     return way, needed, _card_spare(way, needed), _host_spare(fleet, needed)
 
 
+def _laid_out(way: Way, run: Footprint) -> tuple[Way, Ledger]:
+    """The layout with the most whole blocks on the card that fits there: fewer take less, so halving finds it."""
+    every = layouts(way.job.shape, run.streaming, "auto")
+    least = replace(run, streaming=every[-1])
+    needed = ledger(way.job.shape, least)
+    if _card_spare(way, needed) < 0:
+        return replace(way, run=least), needed
+    low, high = 0, len(every) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if _card_spare(way, ledger(way.job.shape, replace(run, streaming=every[middle]))) >= 0:
+            high = middle
+        else:
+            low = middle + 1
+    chosen = replace(run, streaming=every[low])
+    return replace(way, run=chosen), ledger(way.job.shape, chosen)
+
+
+def choose(group: list[Way], fleet: Fleet, assumed: Assumptions) -> Way:
+    """Of ways that differ in micro-batch and layout: the first that fits, of streamed ones the one that is fastest by its
+    compute and its transfers alone, wider formats before narrower ones where that is within 2 %. Else the one that is
+    shortest of memory."""
+    fitting: list[Way] = []
+    closest, missing = group[-1], None
+    done: set[tuple[str, int]] = set()
+    for way in group:
+        key = (way.run.streaming.moments, way.run.streaming.waves) if way.run is not None else ("", 0)
+        if way.strategy == "streamed" and key in done:  # a smaller micro-batch would be no faster
+            continue
+        laid_out, _, card_spare, host_spare = memory_of(way, fleet, assumed)
+        short = -min(card_spare, 0) - min(host_spare, 0)
+        if not short:
+            fitting.append(laid_out)
+            done.add(key)
+            if way.strategy != "streamed":
+                return laid_out
+        elif missing is None or short < missing:
+            closest, missing = laid_out, short
+    if not fitting:
+        return closest
+    times = [quick_s(way, fleet, assumed) for way in fitting]
+    least = min(times)
+    return next(way for way, time_s in zip(fitting, times, strict=True) if time_s <= 1.02 * least)
+
+
+def quick_s(way: Way, fleet: Fleet, assumed: Assumptions) -> float:
+    """A step's seconds without walking its schedule: of a streamed one the longer of compute and transfers."""
+    if way.strategy != "streamed" or way.run is None:
+        return step_time(_as_measured(way.job, fleet, assumed), assumed).step_s
+    speed = assumed_speed(way, fleet, assumed)
+    link = speed.link
+    up, down = traffic_bytes(way.job.shape, way.run)
+    transfers = max(up / link.up, down / link.down, (up + down) / link.both) if link else 0.0
+    shorter, longer = sorted((compute_time(way.job.shape, way.run, speed).total_s, transfers))
+    return (longer + 0.15 * shorter) * assumed.other  # what waits at the ends of a step, as walked schedules have it
+
+
 def estimate(way: Way, fleet: Fleet, work: Work, assumed: Assumptions) -> Estimate:
-    """Memory, time and power. Raises InputError for a number format that the cards do not have."""
-    way, needed, card_spare, host_spare = memory_of(way, fleet, assumed)
+    """Memory, time and power of a way that `choose` laid out. Raises InputError for a format that the cards do not have."""
+    needed = ledger(way.job.shape, way.run) if way.run is not None else job_ledger(way.job, assumed)
+    card_spare, host_spare = _card_spare(way, needed), _host_spare(fleet, needed)
     if way.strategy == "streamed" and way.run is not None:
         step_s, parts_s = _streamed_s(way, way.run, fleet, assumed)
     else:
@@ -89,7 +139,7 @@ def estimate(way: Way, fleet: Fleet, work: Work, assumed: Assumptions) -> Estima
         step_s = time.step_s
     tokens = work.sequences * work.sequence
     done = _flops(way, work) * tokens / step_s / way.all_cards
-    peak = way.card.flops.get(work.compute, 0.0) or 1.0
+    peak = way.card.flops.get("fp8" if way.job.matmul == "fp8" else work.compute, 0.0) or 1.0
     utilisation = done / peak
     watts = wall_watts(_cards_w(way, fleet, utilisation), way.boxes, assumed)
     return Estimate(way, needed, card_spare, host_spare, step_s, parts_s, tokens, utilisation, watts)
@@ -118,14 +168,9 @@ def assumed_speed(way: Way, fleet: Fleet, assumed: Assumptions) -> Speed:
 
 def _streamed_s(way: Way, run: Footprint, fleet: Fleet, assumed: Assumptions) -> tuple[float, dict[str, float]]:
     """The schedule of one of the workers, which all do alike."""
-    speed, shape = assumed_speed(way, fleet, assumed), way.job.shape
-    layout = stream_plan(shape, run)
-    step = StepShape(
-        micro_batches=(run.tokens,) * run.rounds, sequence_length=run.sequence_length,
-        pending=layout.update == "next_fetch", mode="train",
-    )  # fmt: skip
-    line = simulate(build(layout, step), stream_rates(shape, run, speed))
-    parts = compute_time(shape, run, speed)
+    shape = way.job.shape
+    found = streamed_timeline(shape, run, assumed_speed(way, fleet, assumed))
+    line, parts = found.line, compute_time(shape, run, found.speed)
     known = {
         "matmul": parts.matmul_s,
         "attention": parts.attention_s,

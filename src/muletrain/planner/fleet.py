@@ -57,7 +57,9 @@ def parse_fleet(text: str, ram: str | None, boxes: int = 1, network: str | None 
     for entry in re.split(r"[+,]", text):
         match = _ENTRY.fullmatch(entry)
         if not entry.strip() or match is None:
-            raise InputError(f"--on: {text!r} is no list of cards; write it like 3x RTX 4090, or 2x RTX 4090 + RTX 3090@x4:22GiB")
+            raise InputError(
+                f"--on: {text!r} is no list of cards; write it like 3x RTX 4090, or 2x RTX 4090 + RTX 3090@x4:22GiB"
+            )
         cards += [_slot(find_gpu(match[2]), match[3], match[4])] * int(match[1] or 1)
     if not cards:
         raise InputError(f"--on: {text!r} names no card")
@@ -156,7 +158,7 @@ def _known(machine: Machine, gpu: Gpu) -> GpuSpec:
     rates = next((rates for rates in machine.measured.compute if rates.device == gpu.name), None) if machine.measured else None
     if rates is None:
         raise InputError(
-            f"{gpu.name} is not in the catalogue; measure it with `mule probe --out machine.json` and plan with --on machine.json"
+            f"{gpu.name} is not in the catalogue; measure it with `mule probe --out machine.json`, then --on machine.json"
         )
     flops: dict[str, float] = {}
     for rate in rates.matmuls:

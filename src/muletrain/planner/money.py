@@ -1,7 +1,6 @@
 """What a run costs: rent by the hour, day, week or month, electricity, and buying against renting, in any one currency.
 
-Nothing is converted between currencies, and no price is guessed: what the user does not give is "no price given", except that
-the catalogue's own listings are shown, with their source, where neither rent nor another currency is given.
+Nothing is converted between currencies and no price is guessed: what the user does not give is "no price given".
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Cost(Value):
     buy: float
     """Of all cards; 0: no price given."""
     buy_pays_after_h: float
-    """Hours of use after which buying costs less than renting, electricity counted with the bought ones; 0: never or unknown."""
+    """Hours of use after which buying costs less than renting, its electricity counted; 0: never or unknown."""
     note: str
     """Where prices are from, or that there are none."""
 
@@ -84,7 +83,9 @@ def parse_prices(rent: str | None, power: str | None, buy: str | None) -> Prices
     return Prices(currency, prices.rent_h, prices.rent_of, prices.rent_source, kwh, card_price)
 
 
-def run_cost(prices: Prices, cards: int, boxes: int, hours: tuple[float, float], kwh: tuple[float, float], watts: float) -> Cost:
+def run_cost(
+    prices: Prices, cards: int, boxes: int, hours: tuple[float, float], kwh: tuple[float, float], watts: float
+) -> Cost:
     """Of a run on `cards` cards in `boxes` boxes. `watts`: of everything while it runs."""
     units = boxes if prices.rent_of == "box" else cards
     rent = (prices.rent_h[0] * units * hours[0], prices.rent_h[1] * units * hours[1])

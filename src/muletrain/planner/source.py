@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 from muletrain.catalog import hub
 from muletrain.catalog.families import model_shape, with_overrides
-from muletrain.catalog.models import model_config, model_names
+from muletrain.catalog.models import catalogue_name, model_config, model_names
 from muletrain.spec.errors import InputError
+from muletrain.spec.model_shape import ModelShape
 from muletrain.spec.plan import ModelPlan
 from muletrain.spec.recipe import ModelSection
 
@@ -34,6 +35,20 @@ def read_model(section: ModelSection) -> tuple[ModelPlan, str | None]:
         model_config(section.source)  # raises, naming the nearest catalogue names
     path = _snapshot(section.source)
     return _planned(section, str(path), _folder_config(path), has_weights=True, where="a hub name", name=section.source)
+
+
+def read_shape(source: str) -> ModelShape:
+    """The shape of a catalogue name, a hub name that means one, a folder, a config.json, or a hub name in the cache.
+
+    Only numbers are read: any config of a known family will do. Raises InputError naming the nearest names.
+    """
+    known = catalogue_name(source)
+    if known is not None:
+        return model_shape(model_config(known), known)
+    file = Path(source).expanduser()
+    if file.suffix == ".json" and file.is_file():
+        return model_shape(_json_object(file), file.parent.name or file.name)
+    return read_model(ModelSection(source=source))[0].shape
 
 
 def _looks_like_path(source: str) -> bool:

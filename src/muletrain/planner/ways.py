@@ -1,8 +1,8 @@
 """The ways in which a model could be trained on a fleet: strategies, card counts, activations, number formats, offload.
 
-A way that muletrain runs is described by the Footprint that `mule train` plans with, so that its memory is the same to the byte.
-One that it does not run in this version is described by a Job and marked "paper only". Micro-batches are as large as fit, because
-larger ones are never slower: the search tries them from the largest.
+A way that muletrain runs is described by the Footprint that `mule train` plans with, so that its memory is the same to the
+byte. One that it does not run in this version is described by a Job and marked "paper only". Micro-batches are as large as fit,
+because larger ones are never slower: the search tries them from the largest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from muletrain.planner.fleet import Fleet, weakest
 from muletrain.planner.footprint import Footprint
 from muletrain.planner.job import MIXED, Formats, Job, Matmul, Network, Offloaded, Policy, Shard
 from muletrain.spec.model_shape import ModelShape
-from muletrain.spec.plan import StreamingPlan
+from muletrain.spec.plan import AdapterPlan, StreamingPlan
 from muletrain.spec.recipe import OptimizerState, StrategyName
 
 Method = Literal["full", "lora", "qlora"]
@@ -49,15 +49,16 @@ class Work:
         return max(1, round(self.tokens_per_step / self.sequence))
 
     @property
-    def adapters(self) -> int:
-        """Parameters of adapters of `rank` on all matrices of the blocks; 0 with method full."""
+    def adapter(self) -> AdapterPlan:
+        """Of `rank` on all linear layers of the blocks; none with method full."""
         if self.method == "full":
-            return 0
+            return AdapterPlan()
         shape = self.shape
-        width, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        pairs = [(shape.hidden, width), (shape.hidden, kv), (shape.hidden, kv), (width, shape.hidden)]
-        pairs += [(shape.hidden, shape.ffn)] * (2 if shape.gated else 1) + [(shape.ffn, shape.hidden)]
-        return self.rank * shape.layers * sum(a + b for a, b in pairs)
+        targets = tuple(dict.fromkeys(linear.name.rpartition(".")[2] for linear in shape.linears))
+        numbers = sum(linear.inputs + linear.outputs for linear in shape.linears)
+        return AdapterPlan(
+            kind="lora", rank=self.rank, alpha=2.0 * self.rank, targets=targets, parameters=self.rank * shape.layers * numbers
+        )
 
 
 @dataclass(frozen=True)
@@ -143,14 +144,14 @@ def _on(work: Work, fleet: Fleet, box: tuple[GpuSpec, ...], assumed: Assumptions
         for policy in ("keep", "recompute"):
             yield _sized(work, base, strategy, shard, policy, paper="QLoRA is not built yet" if quantized else "")
     if work.method == "full":
-        for moments in ("fp32", "bf16", "8bit"):
-            yield _streamed(work, base, moments)
+        moments: tuple[OptimizerState, ...] = ("fp32", "bf16", "8bit")
+        yield [way for state in moments for way in _streamed(work, base, state)]
         yield from _on_paper(work, base)
 
 
 def _job(work: Work, fleet: Fleet, card: GpuSpec, count: int, assumed: Assumptions) -> Job:
     """What all ways on these cards share."""
-    trained = work.adapters
+    trained = work.adapter.parameters
     formats = replace(OWN, frozen=NF4_BYTES if work.method == "qlora" else 2.0)
     return Job(
         shape=work.shape,
@@ -188,15 +189,25 @@ def _sized(work: Work, base: Way, strategy: str, shard: Shard, policy: Policy, p
             "train.micro_batch": str(job.micro_batch),
             "parallel.workers": str(base.cards),
         }
+        if work.method == "lora":
+            keys |= {"model.adapter.kind": "lora", "model.adapter.rank": str(work.rank)}
         several = f" on {base.all_cards} cards" if base.all_cards > 1 else ""
         name = f"{strategy}{several}, {'activations kept' if policy == 'keep' else 'blocks recomputed'}"
-        run = _footprint(work, base, strategy, policy, job, StreamingPlan()) if work.method == "full" else None
+        run = None if work.method == "qlora" else _footprint(work, base, strategy, policy, job, StreamingPlan())
         reason = paper or ("several boxes are not built yet" if base.boxes > 1 else "")
         found.append(
             replace(
-                base, name=name, strategy=strategy, micro_batch=job.micro_batch, rounds=rounds, activations=policy, job=job,
-                run=run, keys=keys, paper=reason,
-            )  # fmt: skip
+                base,
+                name=name,
+                strategy=strategy,
+                micro_batch=job.micro_batch,
+                rounds=rounds,
+                activations=policy,
+                job=job,
+                run=run,
+                keys=keys,
+                paper=reason,
+            )
         )
     return found
 
@@ -215,6 +226,7 @@ def _footprint(work: Work, base: Way, strategy: str, policy: Policy, job: Job, s
         sequence_length=work.sequence,
         loss_chunk=LOSS_CHUNK,
         streaming=streaming,
+        adapter=work.adapter,
     )
 
 
@@ -238,11 +250,17 @@ def _streamed(work: Work, base: Way, moments: OptimizerState) -> list[Way]:
             }
             found.append(
                 replace(
-                    base, name=f"streamed{several}, {moments} moments", strategy="streamed", micro_batch=job.micro_batch,
-                    rounds=rounds, activations="recompute", job=job, keys=keys,
+                    base,
+                    name=f"streamed{several}, {moments} moments",
+                    strategy="streamed",
+                    micro_batch=job.micro_batch,
+                    rounds=rounds,
+                    activations="recompute",
+                    job=job,
+                    keys=keys,
                     run=_footprint(work, base, "streamed", "recompute", job, streaming),
                     paper="several boxes are not built yet" if base.boxes > 1 else "",
-                )  # fmt: skip
+                )
             )
     return found
 
@@ -272,8 +290,14 @@ def _paper(work: Work, base: Way, name: str, job: Job, missing: str) -> list[Way
     several = f" on {base.all_cards} cards" if base.all_cards > 1 and "over" not in name and "pipeline" not in name else ""
     return [
         replace(
-            base, name=name + several, strategy=name.partition(" ")[0], micro_batch=sized.micro_batch, rounds=rounds,
-            activations=job.policy, job=sized, paper=f"{missing} is not built yet",
-        )  # fmt: skip
+            base,
+            name=name + several,
+            strategy=name.partition(" ")[0],
+            micro_batch=sized.micro_batch,
+            rounds=rounds,
+            activations=job.policy,
+            job=sized,
+            paper=f"{missing} is not built yet",
+        )
         for sized, rounds in _rows(work, job.data_parallel, job)
     ]
