@@ -26,7 +26,7 @@ def test_prices() -> None:
         (("2.3CNY", None, None), "--rent: '2.3CNY' has no period"),
         (("2.3CNY/h/rack", None, None), "is for a rack; write /card or /box"),
         ((None, "0.8CNY/h", None), "--power: '0.8CNY/h' is no price of electricity"),
-        ((None, None, "15000CNY/h"), "--buy: '15000CNY/h': the price of one card"),
+        ((None, None, "15000CNY/h"), "--buy: '15000CNY/h': the price of one card, like 15000CNY"),
         (("1.2.3CNY/h", None, None), "--rent: '1.2.3' is not a number"),
         (("2.3CNY/h", "0.1USD/kWh", None), "prices are in CNY and USD; give them in one currency"),
     ],
