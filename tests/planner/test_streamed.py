@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -17,7 +16,7 @@ from muletrain.optim.flat import StateFormat, state_bytes
 from muletrain.planner.footprint import Footprint
 from muletrain.planner.memory import ledger
 from muletrain.planner.resolve import resolve
-from muletrain.planner.streamed import layouts, stream_plan, traffic_bytes, unit_parameters, unit_vectors
+from muletrain.planner.streamed import layouts, stream_plan, traffic_bytes, unit_parameters
 from muletrain.precision.policy import precision_of
 from muletrain.schedule.build import build
 from muletrain.schedule.formats import state_bytes_of
@@ -26,7 +25,6 @@ from muletrain.spec.errors import DoesNotFitError, InputError
 from muletrain.spec.plan import ModelPlan, Plan, StreamingPlan
 from muletrain.spec.recipe import ComputeDtype, OptimizerState
 from muletrain.strategy.stream.setup import _units
-from tests.families.tiny import model_plan, tiny_gpt2, tiny_llama, tiny_qwen3
 
 from .boxes import GIB, H200, RTX_4090, box, request
 from .test_memory import SHAPE, parts
@@ -309,12 +307,3 @@ def test_pieces_are_no_larger_than_the_largest_unit() -> None:
 def test_a_step_of_absurd_length_is_planned_at_once() -> None:
     with pytest.raises(DoesNotFitError):
         planned(SEVEN_B | {"train.tokens_per_step": 10**12, "train.micro_batch": 1})
-
-
-@pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3, tiny_gpt2])
-def test_norms_and_biases_are_counted_by_unit(make: Any, tmp_path: Path) -> None:
-    """As the built model has them: parameters of one dimension, which the engine puts behind the others of their unit."""
-    plan = model_plan(make(tmp_path))
-    model = build_on_meta(plan, dtype=torch.float32, loss_chunk=8)
-    units = _units(model)
-    assert unit_vectors(plan.shape) == tuple(sum(p.numel() for _, p in unit if p.dim() == 1) for unit in units)

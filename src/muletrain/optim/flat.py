@@ -54,6 +54,28 @@ class Region:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """Neighbouring regions that are staged together: elements `start` to `stop` of a unit."""
+
+    regions: tuple[Region, ...]
+
+    @property
+    def start(self) -> int:
+        """Of the first region."""
+        return self.regions[0].start
+
+    @property
+    def stop(self) -> int:
+        """Of the last region."""
+        return self.regions[-1].stop
+
+    @property
+    def size(self) -> int:
+        """Elements, padding included."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
 class FlatLayout:
     """Where each parameter of a unit lies; `size` elements in all, a multiple of 256."""
 
@@ -83,23 +105,20 @@ class FlatLayout:
         """{name: its view} of a flat array of `size` elements."""
         return {segment.name: segment.of(flat) for segment in self.segments}
 
-    def pieces(self, max_elements: int, start: int = 0, stop: int | None = None) -> Iterator[Region]:
+    def pieces(self, max_elements: int, start: int = 0, stop: int | None = None) -> Iterator[Piece]:
         """Cuts elements start to stop (a worker's slice; multiples of 256) into near-equal pieces of at most `max_elements`.
+        The few that are not decayed are no pieces of their own: each would take a staging buffer and a turn on the link.
 
         Raises ValueError where a bound is no multiple of 256 or `max_elements` is below 256.
         """
         stop = self.size if stop is None else stop
         if start % BLOCK or stop % BLOCK or max_elements < BLOCK:
             raise ValueError(f"slice {start}:{stop} in pieces of {max_elements}: blocks have {BLOCK} elements")
-        for region in self.regions:
-            first, last = max(region.start, start), min(region.stop, stop)
-            if first >= last:
-                continue
-            blocks, most = (last - first) // BLOCK, max_elements // BLOCK
-            count = -(-blocks // most)
-            cuts = [first + blocks * i // count * BLOCK for i in range(count + 1)]
-            for a, b in pairwise(cuts):
-                yield Region(a, b, region.decay)
+        blocks, most = max(0, stop - start) // BLOCK, max_elements // BLOCK
+        count = -(-blocks // most)
+        for a, b in pairwise(start + blocks * i // max(1, count) * BLOCK for i in range(count + 1)):
+            inside = (Region(max(a, r.start), min(b, r.stop), r.decay) for r in self.regions)
+            yield Piece(tuple(region for region in inside if region.size > 0))
 
 
 def _up(elements: int) -> int:

@@ -46,13 +46,6 @@ def unit_parameters(shape: ModelShape) -> tuple[int, ...]:
     return (shape.outside_blocks - head, *shape.block_sizes, head)
 
 
-def unit_vectors(shape: ModelShape) -> tuple[int, ...]:
-    """Of them, those that are no matrices: norms and biases."""
-    matrices = shape.matmul_parameters - shape.vocab * shape.hidden + shape.idle_parameters
-    each = max(0, sum(shape.block_sizes) - matrices) // shape.layers
-    return (0, *[each] * shape.layers, unit_parameters(shape)[-1] - (0 if shape.tied else shape.vocab * shape.hidden))
-
-
 def layouts(shape: ModelShape, asked: StreamingPlan, placement: Literal["auto"] | int) -> tuple[StreamingPlan, ...]:
     """The ways to stream on a card, best first: embedding, head and the most blocks whole on it, …, none, not even those two.
 
@@ -78,10 +71,9 @@ def stream_plan(shape: ModelShape, run: Footprint) -> StreamPlan:
     last = len(sizes) - 1
     sharing = 1 if run.adapter.trains else run.workers  # frozen units have no gradient to add up or state to share out
     kept = round(block_activations(shape, run) / run.tokens)
-    vectors = unit_vectors(shape)
     whole = streaming.on_card if sharing == 1 else ()  # nothing of them is staged or added up
     most = [max(1, size) if number in whole else streaming.piece for number, size in enumerate(sizes)]
-    slices = [_slices(*unit, sharing) for unit in zip(sizes, vectors, most, strict=True)]
+    slices = [_slices(*unit, sharing) for unit in zip(sizes, most, strict=True)]
     units = tuple(
         UnitShape(
             parameters=size,
@@ -159,13 +151,9 @@ def _formats(run: Footprint) -> StateBytes:
     return state_bytes_of(run.compute, run.streaming.moments, run.streaming.gradients)
 
 
-def _slices(size: int, vectors: int, most: int, workers: int) -> list[tuple[int, ...]]:
-    """By worker: the pieces of a unit that it updates. What is not decayed stands last and is no part of another piece."""
-    found = []
-    for a, b in pairwise(size * part // workers for part in range(workers + 1)):
-        undecayed = max(0, b - max(a, size - vectors))
-        found.append((*_pieces(b - a - undecayed, most), *_pieces(undecayed, most)))
-    return found
+def _slices(size: int, most: int, workers: int) -> list[tuple[int, ...]]:
+    """By worker: the pieces of a unit that it updates."""
+    return [_pieces(b - a, most) for a, b in pairwise(size * part // workers for part in range(workers + 1))]
 
 
 def _pieces(size: int, most: int) -> tuple[int, ...]:

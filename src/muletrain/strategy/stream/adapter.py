@@ -19,7 +19,7 @@ from torch import Tensor
 from muletrain.metrics.communication import CommunicationMeter
 from muletrain.models.weights import WeightSource
 from muletrain.optim.adamw import UpdateScalars
-from muletrain.optim.flat import FlatLayout, Region, update_piece
+from muletrain.optim.flat import FlatLayout, Piece, Region, update_piece
 from muletrain.spec.recipe import OptimizerSection
 from muletrain.strategy.randomness import key
 from muletrain.strategy.stream.arena import padded_bytes
@@ -36,7 +36,7 @@ class FrozenUnit:
     def __init__(self, number: int, named: Named, dtype: torch.dtype, take: Take, on_card: bool) -> None:
         self.number, self.on_card, self.layout = number, on_card, FlatLayout.of(named)
         self.working = take(self.layout.size, dtype)
-        self.pieces: tuple[Region, ...] = (Region(0, self.layout.size, decay=False),)
+        self.pieces: tuple[Piece, ...] = (Piece((Region(0, self.layout.size, decay=False),)),)
 
     @torch.no_grad()
     def fill(self, weights: WeightSource) -> None:
@@ -124,15 +124,15 @@ class CardAdapter:
 
     def update(self, scalars: UpdateScalars, update: int) -> None:
         """AdamW on all of it."""
-        for piece in self.unit.pieces:
-            cut = slice(piece.start, piece.stop)
+        for region in (region for piece in self.unit.pieces for region in piece.regions):
+            cut = slice(region.start, region.stop)
             update_piece(
-                self.unit.state.part(piece.start, piece.stop),
+                self.unit.state.part(region.start, region.stop),
                 self._gradient[cut],
                 scalars,
                 self._optimizer,
-                decay=piece.decay,
+                decay=region.decay,
                 key=key(self._seed, update, self.unit.number),
-                start=piece.start,
+                start=region.start,
                 working_out=self.unit.working[cut] if self._own_working else None,
             )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from muletrain.optim.adamw import UpdateScalars
-from muletrain.optim.flat import FlatState, Region, update_piece
+from muletrain.optim.flat import FlatState, Piece, update_piece
 from muletrain.optim.master import SplitMaster
 from muletrain.optim.moments import BLOCK
 from muletrain.schedule.layout import Layout
@@ -138,7 +138,7 @@ class Device:
         """How many of a piece's arrays an update in backward finds in its slot: the first, the working half of the master."""
         return int(self.plan.update == "in_backward" and self.plan.working_in_master)
 
-    def _staged(self, buffer: int, slot: Tensor, piece: Region) -> FlatState:
+    def _staged(self, buffer: int, slot: Tensor, piece: Piece) -> FlatState:
         """A staged piece, with the slot's own part of it where that is the state's."""
         state = self._staging[buffer][0].part(0, piece.size)
         if not self._in_slot:
@@ -167,16 +167,18 @@ class Device:
         if self.plan.workers > 1 and not on_card:
             slot = self._staged_working[buffer][: piece.size] if self._staged_working else None
         assert self.pending is not None
-        update_piece(
-            state,
-            gradient,
-            self.pending.of(op.unit),
-            self._optimizer,
-            decay=piece.decay,
-            key=key(self._seed, self.pending.update, op.unit),
-            start=piece.start,
-            working_out=slot,
-        )
+        for region in piece.regions:
+            a, b = region.start - piece.start, region.stop - piece.start
+            update_piece(
+                state.part(a, b),
+                gradient[a:b],
+                self.pending.of(op.unit),
+                self._optimizer,
+                decay=region.decay,
+                key=key(self._seed, self.pending.update, op.unit),
+                start=region.start,
+                working_out=None if slot is None else slot[a:b],
+            )
 
     @torch.no_grad()
     def publish(self, op: Op) -> None:

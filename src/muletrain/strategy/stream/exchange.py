@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from muletrain.metrics.communication import CommunicationMeter
-from muletrain.optim.flat import FlatLayout, Region
+from muletrain.optim.flat import FlatLayout, Piece
 from muletrain.optim.moments import BLOCK
 from muletrain.schedule.layout import Layout
 from muletrain.schedule.ops import Op, StreamPlan, index_in
@@ -39,12 +39,12 @@ def slice_units(plan: StreamPlan, units: Sequence[HostUnit], streaming: Streamin
     return plan.model_copy(update=changes)
 
 
-def cut(layout: FlatLayout, most: int, slices: Sequence[int]) -> tuple[tuple[Region, ...], tuple[int, ...]]:
+def cut(layout: FlatLayout, most: int, slices: Sequence[int]) -> tuple[tuple[Piece, ...], tuple[int, ...]]:
     """(pieces of at most `most` elements, the worker that owns each): worker w gets `slices[w]` of their sum, as near as blocks
     of 256 go."""
     blocks, total = layout.size // BLOCK, sum(slices)
     bounds = [blocks * share // total * BLOCK for share in accumulate(slices, initial=0)]
-    pieces: list[Region] = []
+    pieces: list[Piece] = []
     owners: list[int] = []
     for worker, (start, stop) in enumerate(pairwise(bounds)):
         mine = list(layout.pieces(most, start, stop)) if stop > start else []

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from muletrain.models.weights import WeightSource
-from muletrain.optim.flat import FlatLayout, FlatSegment, FlatState, Region, StateFormat
+from muletrain.optim.flat import FlatLayout, FlatSegment, FlatState, Piece, StateFormat
 from muletrain.optim.master import SplitMaster, join_master, split_master
 from muletrain.optim.moments import BLOCK, Moment, MomentFormat
 from muletrain.precision.policy import Precision
@@ -57,7 +57,7 @@ class HostUnit:
         self.number, self.on_card, self.layout, self._formats = number, on_card, FlatLayout.of(named), formats
         if on_card:
             most = max(most, self.layout.size)  # nothing of it is staged: one update for all that is decayed alike
-        self.pieces: tuple[Region, ...] = tuple(self.layout.pieces(most)) if self.layout.size else ()
+        self.pieces: tuple[Piece, ...] = tuple(self.layout.pieces(most)) if self.layout.size else ()
         size = self.layout.size
         self.state = _state(formats.state, size, take)
         self.gradient = take(size if stored and not on_card else 0, formats.gradient)
