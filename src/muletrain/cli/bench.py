@@ -145,3 +145,17 @@ def planner(
 
     found = score(read_points(points))
     typer.echo(found.to_json() if json else markdown(found), nl=False)
+
+
+@app.command()
+def claims(
+    output: Annotated[Path | None, typer.Option(help="Write the page here instead of printing it.")] = None,
+) -> None:
+    """What is claimed of RTX 4090 boxes beside what plans say, as a page. Nothing is measured."""
+    from muletrain.bench.claims import claims_page
+
+    if output is None:
+        typer.echo(claims_page(), nl=False)
+    else:
+        output.write_text(claims_page(), encoding="utf-8")
+        typer.echo(f"saved: {output}")
