@@ -147,5 +147,6 @@ class Compute:
         else:
             x, edge = work.graphs.pop((op.unit, m))
             self._device.place_adapter(op.unit)
-            work.gradients[m], *grads = torch.autograd.grad([edge], [x, *parameters], [work.gradients[m]])
+            gradient, *grads = torch.autograd.grad([edge], [x, *parameters], [work.gradients[m]])
+            work.gradients[m] = self._device.offload.apart(gradient)
         self._device.add_gradients(op, grads)

@@ -106,6 +106,12 @@ class Offload:
             room.copy_(host[start : start + shape.nbytes].view(shape.dtype), non_blocking=True)
             saved.tensors[number] = room.as_strided(shape.shape, shape.stride(), room.storage_offset())
 
+    def apart(self, gradient: Tensor) -> Tensor:
+        """`gradient`, or a copy of it where it lies in one of the buffers: a compiled backward may write its results over what
+        it was given to use up, and the buffer's next content would go over the gradient."""
+        place = gradient.untyped_storage().data_ptr()
+        return gradient.clone() if any(place == room.untyped_storage().data_ptr() for room in self._ring) else gradient
+
 
 def _dense(tensor: Tensor) -> bool:
     return torch.ops.aten.is_non_overlapping_and_dense(tensor) if tensor.layout == torch.strided else False
