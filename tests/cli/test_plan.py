@@ -84,6 +84,27 @@ def test_a_recipe_is_decided_for_named_cards(tmp_path: Path) -> None:
     )
 
 
+def test_scale_on_paper_says_from_where_more_is_not_worth_it() -> None:
+    words = [
+        "qwen2.5-1.5b",
+        "--on",
+        "8x RTX 4090",
+        "--ram",
+        "512GiB",
+        "--network",
+        "10Gb/s",
+        "--tokens-per-step",
+        "2Mi",
+        "--scale",
+    ]
+    text = plan(*words)
+    assert "cards are not worth it: doubling them adds less than half of what it costs" in text
+    assert json.loads(plan(*words, "--json"))["rows"][0]["cards"] == 8
+    assert "--boxes: say what joins them" in plan(*words[:5], "--scale", code=2)
+    fast = ["--on", "8x H100 SXM5 80GB", "--ram", "2TiB", "--network", "3200Gb/s", "--scale", "--tokens-per-step", "262144"]
+    assert "every doubling up to 64 cards adds more than half" in plan("deepseek-llm-7b", *fast)
+
+
 def test_a_plan_takes_under_a_second_and_no_torch() -> None:
     code = (
         "import sys, time; t = time.process_time(); sys.argv = ['mule', 'plan', 'deepseek-llm-7b', '--on', '3x RTX 4090',"

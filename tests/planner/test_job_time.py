@@ -154,6 +154,13 @@ def test_a_ring_between_boxes_goes_at_their_networks_rate() -> None:
     assert hybrid.communication_s == pytest.approx(inside + between)
 
 
+def test_starting_collectives_takes_longer_the_more_boxes_there_are() -> None:
+    quick, late = replace(A, overlap=0.0), replace(NET, start_outside_s=1e-3)
+    found = step_time(job(cards=32, cards_a_box=8, network=late), quick)
+    plain = step_time(job(cards=32, cards_a_box=8, network=NET), quick)
+    assert found.communication_s - plain.communication_s == pytest.approx(4 / 4 * 1e-3 * 2)  # a bucket of 4 blocks, log2 of 4
+
+
 def test_communication_hides_behind_compute_but_not_in_eager_code() -> None:
     busy = {"cards": 4, "network": NET, "shard": "zero3", "card": replace(CARD, bandwidth_bytes_s=1e6)}
     assert time(**busy).communication_s == 0

@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from muletrain.planner.answer import PlanAnswer, WayRow
     from muletrain.planner.fleet import Fleet
-    from muletrain.planner.ways import Method
+    from muletrain.planner.ways import Method, Work
 
 BAR = 30
 
@@ -37,6 +37,7 @@ def command(
     rent: Annotated[str | None, typer.Option(help="e.g. 2.3CNY/h (a card), 8600CNY/month/box.")] = None,
     power: Annotated[str | None, typer.Option(help="Price of electricity, e.g. 0.8CNY/kWh.")] = None,
     buy: Annotated[str | None, typer.Option(help="Price of one card, e.g. 15000CNY.")] = None,
+    scale: Annotated[bool, typer.Option("--scale", help="Double the box up to 4,096 cards, on paper; with --network.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Plan before the run: does it fit, how fast, how many hours, how much money and power, and what else there is."""
@@ -44,6 +45,10 @@ def command(
 
     if model.endswith((".yaml", ".yml")):
         _recipe(Path(model), overrides or [], on, ram, as_json=as_json)
+        return
+    if scale:
+        fleet = _fleet(on, ram, max(2, boxes), network)  # the network is kept for the rows with more than one box
+        _scale(_work(model, tokens, tokens_per_step, seq, method, rank, precision), fleet, as_json=as_json)
         return
     found = _answer(
         model, _fleet(on, ram, boxes, network), tokens, tokens_per_step, seq, method, rank, precision, (rent, power, buy)
@@ -54,12 +59,50 @@ def command(
 
 
 def _answer(
-    model: str, fleet: Fleet, tokens: str, tokens_per_step: str, seq: str, method: str, rank: int, precision: str,
+    model: str,
+    fleet: Fleet,
+    tokens: str,
+    tokens_per_step: str,
+    seq: str,
+    method: str,
+    rank: int,
+    precision: str,
     prices: tuple[str | None, str | None, str | None],
-) -> PlanAnswer:  # fmt: skip
+) -> PlanAnswer:
     from muletrain.planner.answer import answer
     from muletrain.planner.assumptions import Assumptions
     from muletrain.planner.money import parse_prices
+
+    work = _work(model, tokens, tokens_per_step, seq, method, rank, precision)
+    return answer(work, fleet, parse_prices(*prices), Assumptions())
+
+
+def _scale(work: Work, fleet: Fleet, *, as_json: bool) -> None:
+    from muletrain.planner.assumptions import Assumptions
+    from muletrain.planner.scale import scale
+
+    found = scale(work, fleet, Assumptions())
+    if as_json:
+        typer.echo(found.to_json(), nl=False)
+        return
+    lines = [f"  {'cards':>6} {'tokens/s':>12} {'a card':>7} {'waits':>6} {'gain':>6}  way (on paper)"]
+    for row in found.rows:
+        way = row.way if row.fits else f"does not fit: {row.way}"
+        lines.append(
+            f"  {row.cards:>6,} {row.tokens_per_s:>12,.0f} {row.efficiency:>7.0%} {row.communication:>6.0%} {row.gain:>6.0%}"
+            f"  {way}"
+        )
+    last = found.rows[-1].cards
+    lines.append(
+        f"more than {found.worth_up_to:,} cards are not worth it: doubling them adds less than half of what it costs"
+        if found.worth_up_to
+        else f"every doubling up to {last:,} cards adds more than half of what it costs"
+    )
+    typer.echo("\n".join(lines))
+
+
+def _work(model: str, tokens: str, tokens_per_step: str, seq: str, method: str, rank: int, precision: str) -> Work:
+    """All that is wrong with the options is told at once, then all that is wrong with them for the model."""
     from muletrain.planner.source import read_shape
     from muletrain.planner.ways import Work
     from muletrain.spec.errors import InputError
@@ -67,8 +110,10 @@ def _answer(
 
     problems, counts = [], []
     for option, text, parse in (
-        ("--tokens", tokens, parse_count), ("--tokens-per-step", tokens_per_step, parse_count), ("--seq", seq, parse_length),
-    ):  # fmt: skip
+        ("--tokens", tokens, parse_count),
+        ("--tokens-per-step", tokens_per_step, parse_count),
+        ("--seq", seq, parse_length),
+    ):
         try:
             counts.append(max(1, parse(text)))
         except ValueError as error:
@@ -88,8 +133,7 @@ def _answer(
         problems.append(f"--method: {method}: {shape.family} has no linear layers that adapters are known for")
     if problems:
         raise InputError(*problems)
-    work = Work(shape, counts[2], counts[0], counts[1], methods[method], rank, formats[precision])
-    return answer(work, fleet, parse_prices(*prices), Assumptions())
+    return Work(shape, counts[2], counts[0], counts[1], methods[method], rank, formats[precision])
 
 
 def _fleet(on: str | None, ram: str | None, boxes: int, network: str | None) -> Fleet:

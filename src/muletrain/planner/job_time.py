@@ -13,6 +13,7 @@ transfers     to and from the host, and between cards; `exposed` is what does no
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 from muletrain.catalog.gpus import GpuSpec
@@ -253,7 +254,7 @@ def _communication_s(job: Job, assumed: Assumptions, compute_s: float) -> float:
     start = job.network.start_s
     if job.cards > job.cards_a_box:
         over = min(over, job.network.outside or over) if n * job.tensor > job.cards_a_box else over
-        start = job.network.start_outside_s
+        start = job.network.start_outside_s * max(1.0, math.log2(job.cards / job.cards_a_box))
     ring = (n - 1) / n if n > 1 else 0.0
     count = job.trained_parameters / job.split
     m, layers = job.micro_batches, job.shape.layers / job.pipeline
