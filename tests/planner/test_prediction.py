@@ -8,7 +8,7 @@ import pytest
 
 from muletrain.planner.compute import compute_time, optimizer_s
 from muletrain.planner.memory import ledger
-from muletrain.planner.prediction import footprint, predict
+from muletrain.planner.prediction import footprint, predict, with_expectation
 from muletrain.planner.resolve import resolve
 from muletrain.planner.speed import speed_of
 from muletrain.spec.errors import InputError
@@ -115,3 +115,13 @@ def test_workers_share_what_they_have_one_of() -> None:
     assert apart.time_s["matmul"] == compute_time(plan.model.shape, footprint(plan), speed).matmul_s
     assert turns.time_s["matmul"] == pytest.approx(3 * apart.time_s["matmul"])
     assert 1.2 * apart.step_s < turns.step_s < 3.1 * apart.step_s  # starting operations takes each its own host's time
+
+
+def test_a_plan_says_what_it_expects_where_that_is_known() -> None:
+    plan = planned("resident")
+    told = with_expectation(plan, MACHINE)
+    assert told.expected.tokens_per_s == predict(plan, MACHINE).tokens_per_s
+    assert told.expected.source == "catalogue: H200 SXM 141GB, shares of its dense peak"
+    assert told.model_copy(update={"expected": plan.expected}) == plan
+    sharded = planned("zero3", **{"parallel.workers": 2})
+    assert with_expectation(sharded, box(H200, H200)) == sharded

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from muletrain.spec.plan import ExpectedPlan
 from muletrain.train import record
 from muletrain.train.record import CommunicationProfile
+
+from .tiny import make_materials, make_plan, record_of, run
 
 
 class Profiler:
@@ -54,3 +57,20 @@ def test_without_a_gpu_nothing_is_profiled_and_nothing_made_up():
     for step in range(1, 9):
         profile.after_step(SimpleNamespace(meter=SimpleNamespace(steps=step)), None)  # type: ignore[arg-type]
     assert profile.exposed is None and profile.overlapped is None
+
+
+def test_speed_is_laid_beside_what_the_plan_expected(tmp_path):
+    materials = make_materials(tmp_path)
+    plan = make_plan(materials, tmp_path / "run")
+    assert run(materials, plan.model_copy(update={"expected": ExpectedPlan(tokens_per_s=1000.0, source="probe")})) == 0
+    found = record_of(tmp_path / "run")
+    assert found.predicted_tokens_per_s == 1000.0
+    assert found.of_predicted_speed == pytest.approx(found.tokens_per_s / 1000)
+    assert found.planned_memory_bytes is None  # on a CPU the plan is of all workers together
+
+
+def test_nothing_is_compared_where_nothing_was_predicted(tmp_path):
+    materials = make_materials(tmp_path)
+    assert run(materials, make_plan(materials, tmp_path / "run")) == 0
+    found = record_of(tmp_path / "run")
+    assert (found.predicted_tokens_per_s, found.of_predicted_speed) == (None, None)

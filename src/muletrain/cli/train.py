@@ -74,6 +74,7 @@ def train(request: RunConfig, *, stop_after: int = 0, profile_steps: int = 0, me
 
 def _decide(request: RunConfig, place: WorkerPlace | None) -> tuple[Plan, Machine]:
     from muletrain.cli.box import box_for
+    from muletrain.planner.prediction import with_expectation
     from muletrain.planner.resolve import resolve
     from muletrain.spec.errors import InputError
 
@@ -86,7 +87,7 @@ def _decide(request: RunConfig, place: WorkerPlace | None) -> tuple[Plan, Machin
             )
         request = request.model_copy(update={"parallel": request.parallel.model_copy(update={"workers": place.workers})})
     machine = box_for(request)
-    plan = resolve(request, machine, interactive=sys.stdout.isatty())
+    plan = with_expectation(resolve(request, machine, interactive=sys.stdout.isatty()), machine)
     if plan.parallel.device == "cuda":  # otherwise torch, slow to import, can wait
         from muletrain.train.device import check_gpu_build
 
@@ -160,6 +161,8 @@ def _show(plan: Plan) -> None:
         f"{plan.parallel.device} worker{'s' if plan.parallel.workers > 1 else ''}, {plan.precision.compute}, "
         f"{format_count(plan.tokens_per_step)} tokens a step, about {format_bytes(ledger.total(where))} of {where} memory"
     )
+    if plan.expected.tokens_per_s:
+        typer.echo(f"  expected: {plan.expected.tokens_per_s:,.0f} tokens/s ({plan.expected.source})")
     resumes = has_checkpoints(Path(plan.run_dir))
     for reason in plan.reasons:
         if not (resumes and reason.startswith("model.weights = ")):  # they come from the checkpoint

@@ -26,7 +26,7 @@ from muletrain.spec.errors import InputError
 from muletrain.spec.ledger import Ledger
 from muletrain.spec.machine import Machine
 from muletrain.spec.model_shape import ModelShape
-from muletrain.spec.plan import Plan
+from muletrain.spec.plan import ExpectedPlan, Plan
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,15 @@ def footprint(plan: Plan) -> Footprint:
         streaming=plan.memory.streaming,
         adapter=plan.model.adapter,
     )
+
+
+def with_expectation(plan: Plan, machine: Machine) -> Plan:
+    """`plan` with what it is expected to do; unchanged where that is not known."""
+    try:
+        found = predict(plan, machine)
+    except InputError:
+        return plan
+    return plan.model_copy(update={"expected": ExpectedPlan(tokens_per_s=found.tokens_per_s, source=found.source)})
 
 
 def predict(plan: Plan, machine: Machine) -> Prediction:

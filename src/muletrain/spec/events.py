@@ -103,6 +103,12 @@ class RunRecord(Value):
     bits_per_byte: float | None = None
     peak_memory_bytes: int
     """Of the worker with the most."""
+    planned_memory_bytes: int | None = None
+    """Of a worker's card, context included; absent on a CPU, where memory is of all workers together."""
+    predicted_tokens_per_s: float | None = None
+    """By the plan, before the run, in positions; absent where no rates were known."""
+    of_predicted_speed: float | None = None
+    """tokens_per_s over that."""
     communication_exposed: float | None = None
     """Exposed wait on transfers over step time, 0 to 1; absent for one worker."""
     communication_overlapped: float | None = None

@@ -164,6 +164,15 @@ class LogPlan(Value):
     console: Literal["bar", "plain", "quiet"]
 
 
+class ExpectedPlan(Value):
+    """What the plan says that the run will do; the record lays it beside what it did."""
+
+    tokens_per_s: float = 0.0
+    """Positions, over all workers; 0: not predicted (rates are not known, or not for this strategy)."""
+    source: str = ""
+    """Of the rates."""
+
+
 class Plan(Value):
     """The decided run."""
 
@@ -177,6 +186,7 @@ class Plan(Value):
     parallel: ParallelPlan
     checkpoint: CheckpointPlan
     log: LogPlan
+    expected: ExpectedPlan = ExpectedPlan()
     reasons: tuple[str, ...]
     """One line for each decision the recipe left open, with its why."""
 

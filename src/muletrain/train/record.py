@@ -98,6 +98,7 @@ class Record(HookBase):
     def _summary(self, run: Run, outcome: Outcome) -> RunRecord:
         exposed, overlapped = self._communication(run)
         evaluation = self._evaluation.last
+        expected = run.plan.expected.tokens_per_s
         return RunRecord(
             outcome=outcome,
             steps=run.progress.update,
@@ -109,6 +110,9 @@ class Record(HookBase):
             evaluation_loss=evaluation.loss if evaluation else None,
             bits_per_byte=evaluation.bits_per_byte if evaluation else None,
             peak_memory_bytes=self._memory_bytes,
+            planned_memory_bytes=run.plan.memory.ledger.total("card") or None,
+            predicted_tokens_per_s=expected or None,
+            of_predicted_speed=run.meter.tokens_per_s / expected if expected and run.meter.tokens_per_s else None,
             communication_exposed=exposed,
             communication_overlapped=overlapped,
             workers=run.workers,
