@@ -115,3 +115,8 @@ def test_a_plan_takes_under_a_second_and_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     seconds, torch = done.stderr.split()[-2:]
     assert (float(seconds) < 1.0, torch) == (True, "False"), (seconds, time.perf_counter() - started)
+
+
+def test_html_is_written_beside_what_is_printed(tmp_path: Path) -> None:
+    assert "fits: zero1" in plan("gpt2", *BOX, "--seq", "1024", "--html", str(tmp_path / "p.html"))
+    assert (tmp_path / "p.html").read_text(encoding="utf-8").startswith("<!doctype html>")

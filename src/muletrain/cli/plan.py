@@ -39,6 +39,7 @@ def command(
     buy: Annotated[str | None, typer.Option(help="Price of one card, e.g. 15000CNY.")] = None,
     scale: Annotated[bool, typer.Option("--scale", help="Double the box up to 4,096 cards, on paper; with --network.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write a page with a picture of the trade-offs here, too.")] = None,
 ) -> None:
     """Plan before the run: does it fit, how fast, how many hours, how much money and power, and what else there is."""
     from muletrain.spec.errors import DoesNotFitError
@@ -54,6 +55,10 @@ def command(
         model, _fleet(on, ram, boxes, network), tokens, tokens_per_step, seq, method, rank, precision, (rent, power, buy)
     )
     typer.echo(found.to_json() if as_json else text_of(found), nl=False)
+    if html is not None:
+        from muletrain.planner.page import page
+
+        html.write_text(page(found), encoding="utf-8")
     if found.choice is None:
         raise typer.Exit(DoesNotFitError.exit_code)
 
