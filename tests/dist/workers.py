@@ -16,12 +16,19 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 
-def _child(rank: int, workers: int, rendezvous: str, pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _child(
+    rank: int, workers: int, rendezvous: str, pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    # Makes PyTorch's pool anew after the fork: threads that start together would race for it ("Invalid thread pool").
+    torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=workers, timeout=timedelta(seconds=60))
+        dist.init_process_group(
+            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=workers, timeout=timedelta(seconds=60)
+        )
         result = pickle.dumps(function(rank, workers, *args))
         dist.barrier()
         pipe.send_bytes(b"0" + result)
