@@ -235,29 +235,25 @@ class Device:
     @torch.no_grad()
     def gradient_home(self, host: Tensor, card: Tensor) -> None:
         """A gradient on the card into `host`, in the host's format; on the down stream."""
-        if host.dtype == card.dtype:
-            host.copy_(card, non_blocking=True)
+        self._move(card, host, self._narrow["down"])
+
+    @staticmethod
+    def _move(source: Tensor, target: Tensor, room: Tensor) -> None:
+        """Over the link; where the formats differ, in parts that change theirs on the card, in `room`."""
+        if source.dtype == target.dtype:
+            target.copy_(source, non_blocking=True)
             return
-        room = self._narrow["down"]
-        for start in range(0, len(card), len(room)):
-            part = card[start : start + len(room)]
+        for start in range(0, len(source), len(room)):
+            part = source[start : start + len(room)]
             narrow = room[: len(part)]
-            narrow.copy_(part)
-            host[start : start + len(part)].copy_(narrow, non_blocking=True)
+            narrow.copy_(part, non_blocking=True)
+            target[start : start + len(part)].copy_(narrow, non_blocking=True)
 
     @torch.no_grad()
     def fetch_gradient(self, op: Op) -> None:
         """The sum of the waves before, back."""
-        host, card = self.units[op.unit].gradient, self._gradients[index_in(op.writes, "gradient")]
-        if host.dtype == card.dtype:
-            card.copy_(host, non_blocking=True)
-            return
-        room = self._narrow["up"]
-        for start in range(0, len(card), len(room)):
-            part = card[start : start + len(room)]
-            narrow = room[: len(part)]
-            narrow.copy_(host[start : start + len(part)], non_blocking=True)
-            part.copy_(narrow)
+        card = self._gradients[index_in(op.writes, "gradient")]
+        self._move(self.units[op.unit].gradient, card, self._narrow["up"])
 
     # --- inputs -----------------------------------------------------------------------------------------------------
 
